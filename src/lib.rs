@@ -1,0 +1,3 @@
+//! kvbroker: one owner for the attention KV cache of an edge board.
+
+pub mod profile;
