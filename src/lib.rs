@@ -1,3 +1,9 @@
 //! kvbroker: one owner for the attention KV cache of an edge board.
 
+pub mod broker;
+pub mod heap;
+pub mod id;
+pub mod map;
+pub mod pool;
 pub mod profile;
+pub mod wire;

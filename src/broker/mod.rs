@@ -1,0 +1,698 @@
+//! The broker: what a request does to sessions, prefixes and the pool.
+//!
+//! Owns all state that decides, and the buffers behind the pool's extents. It does no I/O on sockets and never waits:
+//! a driver (the daemon's loop, or an embedding process) feeds it requests, carries its [`Output`]s to the clients and
+//! its [`Job`]s to a worker. Invariants:
+//! - state changes before the reply that tells of it leaves, and a block is free before it is granted again;
+//! - a request that is refused has changed nothing but its report of the table;
+//! - what a client says about blocks is a claim, checked against the pool before anything changes;
+//! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
+
+mod grant;
+pub mod prefix;
+mod record;
+mod report;
+mod session;
+mod verbs;
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::ops::Range;
+use std::sync::Arc;
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+pub use prefix::PrefixStats;
+pub use record::RecordError;
+pub use report::{ExtentReport, LedgerReport, MapReport, PoolReport, SessionReport, StatusReport};
+pub use session::Session;
+
+use crate::heap::{Buffer, Heap, HeapError};
+use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
+use crate::map::page_bytes;
+use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
+use crate::profile::Profile;
+use crate::wire::{self, Fault, Verb, WireError, Writer};
+
+/// The uid that the kernel shows for users without a mapping in this namespace: nobody in particular.
+const OVERFLOW_UID: u32 = 65534;
+/// How many requests the flight recorder remembers.
+const RECORDER: usize = 64;
+
+/// What the operator allows.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Policy {
+    /// Connections in all.
+    pub connections: u32,
+    /// Connections of one tenant.
+    pub connections_per_tenant: u32,
+    /// Sessions of one connection.
+    pub sessions_per_connection: u32,
+    /// Geometries that one connection may register.
+    pub profiles_per_connection: u32,
+    /// Extents that a tenant may own; `None` for as many as there are.
+    pub extents_per_tenant: Option<u32>,
+    /// The same for single tenants.
+    pub extents_of: BTreeMap<Tenant, u32>,
+    /// Zero a block at every grant, not only when it comes from another process.
+    pub scrub_always: bool,
+}
+
+impl Default for Policy {
+    fn default() -> Self {
+        Policy {
+            connections: 256,
+            connections_per_tenant: 64,
+            sessions_per_connection: 256,
+            profiles_per_connection: 16,
+            extents_per_tenant: None,
+            extents_of: BTreeMap::new(),
+            scrub_always: false,
+        }
+    }
+}
+
+/// Who is at the other end, as the kernel says it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Peer {
+    /// The uid: the tenant.
+    pub uid: u32,
+    /// The process, for people only.
+    pub pid: i32,
+}
+
+/// Why somebody may not connect.
+#[derive(Debug, Clone, PartialEq, Eq, Error)]
+#[allow(missing_docs)]
+pub enum ConnectError {
+    #[error("uid {OVERFLOW_UID} stands for users that this namespace does not know; it can be no tenant")]
+    Nobody,
+    #[error("{0} connections are open, as many as limits.connections allows")]
+    Full(u32),
+    #[error("uid {uid} has {count} connections open, as many as limits.connections_per_tenant allows")]
+    TenantFull { uid: u32, count: u32 },
+}
+
+/// A message for a client, with the extents whose descriptors go with it.
+#[derive(Debug)]
+pub struct Output {
+    /// For whom.
+    pub to: ClientId,
+    /// The message.
+    pub message: Vec<u8>,
+    /// Buffers whose descriptors go along, in this order.
+    pub buffers: Vec<Arc<Buffer>>,
+    /// After this message the connection ends.
+    pub last: bool,
+}
+
+/// Work that takes long, for the worker.
+#[derive(Debug)]
+pub enum Job {
+    /// Write zeros over pieces of buffers.
+    Scrub {
+        /// What [`Done::Scrubbed`] repeats.
+        ticket: u64,
+        /// The pieces.
+        pieces: Vec<(Arc<Buffer>, Range<u64>)>,
+    },
+    /// Drop a buffer and allocate another one.
+    Renew {
+        /// The extent that the old buffer was.
+        extent: ExtentId,
+        /// The old buffer: the broker's last reference to it.
+        old: Option<Arc<Buffer>>,
+        /// Size of the new one.
+        bytes: u64,
+    },
+}
+
+/// What became of a [`Job`].
+#[derive(Debug)]
+pub enum Done {
+    /// Zeros are written, or not.
+    Scrubbed {
+        /// Of which job.
+        ticket: u64,
+        /// The error if they are not.
+        result: Result<(), String>,
+    },
+    /// The old buffer is gone.
+    Renewed {
+        /// The extent that it was.
+        extent: ExtentId,
+        /// The new buffer.
+        result: Result<Buffer, HeapError>,
+    },
+}
+
+impl Job {
+    /// Does it. This is all that a worker does.
+    pub fn run(self, heap: &dyn Heap) -> Done {
+        match self {
+            Job::Scrub { ticket, pieces } => {
+                let zero = |(buffer, range): (Arc<Buffer>, Range<u64>)| buffer.zero(range);
+                let result = pieces.into_iter().try_for_each(zero).map_err(|e| e.to_string());
+                Done::Scrubbed { ticket, result }
+            }
+            Job::Renew { extent, old, bytes } => {
+                drop(old);
+                Done::Renewed { extent, result: heap.allocate(bytes) }
+            }
+        }
+    }
+}
+
+/// A refusal: whose fault, numbers, and words.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct Refused {
+    fault: Fault,
+    needed: u64,
+    available: u64,
+    text: String,
+}
+
+impl Refused {
+    fn new(fault: Fault, text: impl Into<String>) -> Self {
+        Refused { fault, needed: 0, available: 0, text: text.into() }
+    }
+
+    fn bad(text: impl Into<String>) -> Self {
+        Refused::new(Fault::BadRequest, text)
+    }
+
+    fn numbers(self, needed: u64, available: u64) -> Self {
+        Refused { needed, available, ..self }
+    }
+}
+
+impl From<WireError> for Refused {
+    fn from(e: WireError) -> Self {
+        Refused::bad(e.to_string())
+    }
+}
+
+impl From<ClaimError> for Refused {
+    fn from(e: ClaimError) -> Self {
+        let fault = match e {
+            ClaimError::NoExtent(_) | ClaimError::Stale { .. } => Fault::Stale,
+            ClaimError::NoSlot(_) | ClaimError::NotInUse(_) | ClaimError::NotCredit(_) => Fault::BadRequest,
+        };
+        Refused::new(fault, e.to_string())
+    }
+}
+
+/// What a verb answers.
+enum Answer {
+    /// This reply.
+    Now(Reply),
+    /// Nothing yet: the request is kept and tried again.
+    Later,
+}
+
+/// The rest of a reply, after its header.
+#[derive(Default)]
+struct Reply {
+    session: u64,
+    body: Writer,
+    extents: Vec<ExtentId>,
+    /// Zeros to be written before the reply leaves, and the blocks that it would hand over.
+    scrub: Vec<BlockId>,
+}
+
+/// One connection.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Client {
+    tenant: Tenant,
+    pid: i32,
+    label: String,
+    greeted: bool,
+    formats: BTreeSet<FormatId>,
+    sessions: BTreeSet<SessionId>,
+}
+
+/// One geometry that clients have registered.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct Format {
+    profile: Profile,
+    cut: Cut,
+}
+
+/// What has happened since the start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
+pub struct Counters {
+    /// Requests answered.
+    pub requests: u64,
+    /// Requests refused, all faults.
+    pub refusals: u64,
+    /// Of these, those that named something that had gone.
+    pub stale: u64,
+    /// Blocks granted.
+    pub granted: u64,
+    /// Blocks zeroed before a grant.
+    pub scrubbed: u64,
+    /// Extents renewed because they had been somebody's.
+    pub renewed: u64,
+    /// Extents taken from tenants that had no block in use in them.
+    pub seized: u64,
+}
+
+/// Everything that decides, in a form that can be written down and rebuilt.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+struct State {
+    pool: Pool,
+    next_format: u32,
+    formats: BTreeMap<FormatId, Format>,
+    next_client: u64,
+    clients: BTreeMap<ClientId, Client>,
+    next_session: u64,
+    sessions: BTreeMap<SessionId, Session>,
+    prefixes: prefix::Prefixes,
+    counters: Counters,
+}
+
+/// A client whose request waits for the worker.
+#[derive(Debug)]
+enum Waiting {
+    /// For extents: the request is tried again when one has been renewed.
+    Extents(Vec<u8>),
+    /// For zeros: then this goes out.
+    Zeros { ticket: u64, output: Output, sequence: u64, blocks: Vec<BlockId> },
+}
+
+/// The broker.
+#[derive(Debug)]
+pub struct Broker {
+    heap: Arc<dyn Heap>,
+    policy: Policy,
+    instance: u64,
+    wanted_extents: u32,
+    state: State,
+    buffers: BTreeMap<ExtentId, Arc<Buffer>>,
+    outbox: VecDeque<Output>,
+    jobs: VecDeque<Job>,
+    waiting: BTreeMap<ClientId, Waiting>,
+    asked_back: BTreeSet<ExtentId>,
+    /// Descriptors that the reply being made will carry.
+    fresh_descriptors: BTreeSet<ExtentId>,
+    next_ticket: u64,
+    recorder: VecDeque<(ClientId, Verb, u64)>,
+    frozen: bool,
+}
+
+impl Broker {
+    /// Takes `extents` extents of `extent_bytes` bytes from `heap`, at least `least` of them. Fewer than wanted is said
+    /// in the log and in the status.
+    pub fn new(
+        heap: Arc<dyn Heap>,
+        extent_bytes: u64,
+        extents: u32,
+        least: u32,
+        policy: Policy,
+    ) -> Result<Self, HeapError> {
+        let mut broker = Broker::empty(heap, extent_bytes, policy);
+        broker.wanted_extents = extents;
+        for taken in 0..extents {
+            match broker.heap.allocate(extent_bytes) {
+                Ok(buffer) => broker.take_in(buffer),
+                Err(e) if taken < least.max(1) => return Err(e),
+                Err(e) => {
+                    log::warn!("the pool has {taken} of {extents} extents: {e}");
+                    break;
+                }
+            }
+        }
+        Ok(broker)
+    }
+
+    fn empty(heap: Arc<dyn Heap>, extent_bytes: u64, policy: Policy) -> Self {
+        let state = State {
+            pool: Pool::new(extent_bytes),
+            next_format: 1,
+            formats: BTreeMap::new(),
+            next_client: 1,
+            clients: BTreeMap::new(),
+            next_session: 1,
+            sessions: BTreeMap::new(),
+            prefixes: prefix::Prefixes::default(),
+            counters: Counters::default(),
+        };
+        Broker {
+            heap,
+            policy,
+            instance: fresh_instance(),
+            wanted_extents: 0,
+            state,
+            buffers: BTreeMap::new(),
+            outbox: VecDeque::new(),
+            jobs: VecDeque::new(),
+            waiting: BTreeMap::new(),
+            asked_back: BTreeSet::new(),
+            fresh_descriptors: BTreeSet::new(),
+            next_ticket: 1,
+            recorder: VecDeque::with_capacity(RECORDER),
+            frozen: false,
+        }
+    }
+
+    fn take_in(&mut self, buffer: Buffer) {
+        let id = self.state.pool.add();
+        self.buffers.insert(id, Arc::new(buffer));
+    }
+
+    /// The heap that the pool is made of.
+    pub fn heap(&self) -> Arc<dyn Heap> {
+        self.heap.clone()
+    }
+
+    /// Somebody connects.
+    pub fn connect(&mut self, peer: Peer) -> Result<ClientId, ConnectError> {
+        if peer.uid == OVERFLOW_UID {
+            return Err(ConnectError::Nobody);
+        }
+        if self.state.clients.len() as u32 >= self.policy.connections {
+            return Err(ConnectError::Full(self.policy.connections));
+        }
+        let tenant = Tenant(peer.uid);
+        let count = self.state.clients.values().filter(|c| c.tenant == tenant).count() as u32;
+        if count >= self.policy.connections_per_tenant {
+            return Err(ConnectError::TenantFull { uid: peer.uid, count });
+        }
+        let id = ClientId(self.state.next_client);
+        self.state.next_client += 1;
+        let client = Client {
+            tenant,
+            pid: peer.pid,
+            label: String::new(),
+            greeted: false,
+            formats: BTreeSet::new(),
+            sessions: BTreeSet::new(),
+        };
+        self.state.clients.insert(id, client);
+        Ok(id)
+    }
+
+    /// A connection has ended: what it had is free again when this returns.
+    pub fn disconnect(&mut self, id: ClientId) {
+        let Some(client) = self.state.clients.remove(&id) else { return };
+        self.waiting.remove(&id);
+        for session in client.sessions {
+            self.end_session(session);
+        }
+        for block in self.state.pool.credit_of(id) {
+            let freed = self.state.pool.free_credit(block, id);
+            debug_assert_eq!(freed, Ok(()));
+        }
+        for extent in self.state.pool.held_by(id) {
+            self.state.pool.remove_holder(extent, id);
+            self.asked_back.remove(&extent);
+        }
+        let used = |f: &FormatId| {
+            self.state.clients.values().any(|c| c.formats.contains(f))
+                || self.state.pool.extents().values().any(|e| e.owned().is_some_and(|o| o.format == *f))
+        };
+        let gone: Vec<_> = client.formats.into_iter().filter(|f| !used(f)).collect();
+        for format in gone {
+            self.state.formats.remove(&format);
+        }
+        self.settle();
+    }
+
+    /// Handles one message of a client. What comes of it is in the outbox: see [`outputs`](Self::outputs).
+    pub fn request(&mut self, client: ClientId, message: &[u8]) {
+        if !self.state.clients.contains_key(&client) {
+            return;
+        }
+        let (header, body) = match wire::split(message) {
+            Ok(parts) => parts,
+            // Without a header that can be trusted there is no number to reply to.
+            Err(e) => return self.hang_up(client, 0, 0, &Refused::from(e)),
+        };
+        let (opcode, sequence) = (header.opcode.get(), header.sequence.get());
+        let Some(verb) = Verb::from_code(opcode) else {
+            return self.refuse(client, opcode, sequence, &WireError::UnknownVerb(opcode).into());
+        };
+        if sequence == 0 {
+            let why = Refused::bad("sequence number 0 is for events: number requests from 1");
+            return self.hang_up(client, opcode, 0, &why);
+        }
+        if self.recorder.len() == RECORDER {
+            self.recorder.pop_front();
+        }
+        self.recorder.push_back((client, verb, header.session.get()));
+        match self.dispatch(client, verb, SessionId(header.session.get()), body) {
+            Ok(Answer::Now(reply)) => self.reply(client, verb, sequence, reply),
+            Ok(Answer::Later) => {
+                self.waiting.insert(client, Waiting::Extents(message.to_vec()));
+            }
+            Err(why) if verb == Verb::Hello => self.hang_up(client, opcode, sequence, &why),
+            Err(why) => self.refuse(client, opcode, sequence, &why),
+        }
+        self.settle();
+    }
+
+    fn reply(&mut self, client: ClientId, verb: Verb, sequence: u64, reply: Reply) {
+        self.state.counters.requests += 1;
+        let mut message = Writer::start(verb as u16 | wire::REPLY, 0, sequence, reply.session);
+        message.put(reply.body.body());
+        let buffers = reply.extents.iter().filter_map(|e| self.buffers.get(e).cloned()).collect();
+        let output = Output { to: client, message: message.finish(), buffers, last: false };
+        if reply.scrub.is_empty() {
+            return self.outbox.push_back(output);
+        }
+        let ticket = self.next_ticket;
+        self.next_ticket += 1;
+        let pieces = reply.scrub.iter().filter_map(|b| self.piece(*b)).collect();
+        self.state.counters.scrubbed += reply.scrub.len() as u64;
+        self.jobs.push_back(Job::Scrub { ticket, pieces });
+        self.waiting.insert(client, Waiting::Zeros { ticket, output, sequence, blocks: reply.scrub });
+    }
+
+    /// Where a block's bytes are.
+    fn piece(&self, block: BlockId) -> Option<(Arc<Buffer>, Range<u64>)> {
+        let extent = self.state.pool.extents().get(&block.place.extent)?;
+        let start = extent.owned()?.slot_bytes * u64::from(block.place.slot);
+        let buffer = self.buffers.get(&block.place.extent)?.clone();
+        Some((buffer, start..start + extent.owned()?.slot_bytes))
+    }
+
+    fn refusal(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) -> Output {
+        let counters = &mut self.state.counters;
+        counters.requests += 1;
+        counters.refusals += 1;
+        counters.stale += u64::from(why.fault == Fault::Stale);
+        log::debug!("client {}: {}: {}", client.0, why.fault.name(), why.text);
+        let mut message = Writer::start(opcode | wire::REPLY, why.fault as u16, sequence, 0);
+        message.put(&wire::Refusal { needed: why.needed.into(), available: why.available.into() });
+        message.put(why.text.as_bytes());
+        Output { to: client, message: message.finish(), buffers: Vec::new(), last: false }
+    }
+
+    fn refuse(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) {
+        let output = self.refusal(client, opcode & !wire::EVENT, sequence, why);
+        self.outbox.push_back(output);
+    }
+
+    fn hang_up(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) {
+        let output = self.refusal(client, opcode & !wire::EVENT, sequence, why);
+        self.outbox.push_back(Output { last: true, ..output });
+    }
+
+    /// Whether the client has a request that is not answered yet: the driver reads no more of it until then.
+    pub fn is_waiting(&self, client: ClientId) -> bool {
+        self.waiting.contains_key(&client)
+    }
+
+    /// Messages to be carried to clients, oldest first.
+    pub fn outputs(&mut self) -> impl Iterator<Item = Output> {
+        std::mem::take(&mut self.outbox).into_iter()
+    }
+
+    /// Work to be carried to the worker, in this order.
+    pub fn jobs(&mut self) -> impl Iterator<Item = Job> {
+        std::mem::take(&mut self.jobs).into_iter()
+    }
+
+    /// The worker is done with a job.
+    pub fn done(&mut self, done: Done) {
+        match done {
+            Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
+            Done::Renewed { extent, result } => {
+                let renewed = match result {
+                    Ok(buffer) => Some(buffer),
+                    Err(e) => {
+                        log::warn!("the pool has one extent less: {e}");
+                        None
+                    }
+                };
+                self.state.counters.renewed += u64::from(renewed.is_some());
+                if let Some(id) = self.state.pool.end_renewal(extent, renewed.is_some()) {
+                    self.buffers.insert(id, Arc::new(renewed.expect("there is a new extent")));
+                }
+                self.retry();
+            }
+        }
+        self.settle();
+    }
+
+    fn scrubbed(&mut self, ticket: u64, result: Result<(), String>) {
+        let is_it = |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if *t == ticket);
+        // The client may have gone meanwhile; then its blocks are free already.
+        let Some((&client, _)) = self.waiting.iter().find(is_it) else { return };
+        let Some(Waiting::Zeros { output, sequence, blocks, .. }) = self.waiting.remove(&client) else { return };
+        let Err(error) = result else { return self.outbox.push_back(output) };
+        for block in blocks {
+            let freed = self.state.pool.free_credit(block, client);
+            debug_assert_eq!(freed, Ok(()));
+        }
+        log::error!("zeroing blocks for client {} failed: {error}", client.0);
+        let why = Refused::new(Fault::BrokerFault, format!("the blocks could not be zeroed: {error}"));
+        self.refuse(client, Verb::Grow as u16, sequence, &why);
+    }
+
+    /// Tries requests again that waited for extents.
+    fn retry(&mut self) {
+        let waits = |(client, w): (&ClientId, &Waiting)| match w {
+            Waiting::Extents(_) => Some(*client),
+            Waiting::Zeros { .. } => None,
+        };
+        let clients: Vec<_> = self.waiting.iter().filter_map(waits).collect();
+        for client in clients {
+            if let Some(Waiting::Extents(message)) = self.waiting.remove(&client) {
+                self.request(client, &message);
+            }
+        }
+    }
+
+    /// After every change: extents that were somebody's go to the worker; debug builds check every invariant.
+    fn settle(&mut self) {
+        while let Some(extent) = self.state.pool.begin_renewal() {
+            let (old, bytes) = (self.buffers.remove(&extent), self.state.pool.extent_bytes());
+            self.jobs.push_back(Job::Renew { extent, old, bytes });
+        }
+        if cfg!(debug_assertions) {
+            self.check();
+        }
+    }
+
+    /// Checks every invariant. A violation is logged with the last requests and stops new grants; releases go on.
+    pub fn check(&mut self) {
+        if self.frozen {
+            return;
+        }
+        if let Err(what) = self.verify() {
+            self.frozen = true;
+            log::error!("the broker's books do not add up: {what}; no more grants until a restart");
+            for (client, verb, session) in &self.recorder {
+                log::error!("before that: client {} {} session {session}", client.0, verb.name());
+            }
+        }
+    }
+
+    /// Counts everything anew. The error says what does not add up.
+    pub fn verify(&self) -> Result<(), String> {
+        let State { pool, sessions, clients, prefixes, .. } = &self.state;
+        pool.check()?;
+        let mut refs: BTreeMap<_, u32> = BTreeMap::new();
+        for (id, s) in sessions {
+            if !clients.get(&s.client).is_some_and(|c| c.sessions.contains(id)) {
+                return Err(format!("{id} is on no connection"));
+            }
+            for block in &s.table {
+                *refs.entry(block.place).or_default() += 1;
+                match pool.check_claim(*block) {
+                    Ok(Block::Held { .. }) if pool.is_holder(block.place.extent, s.client) => {}
+                    other => return Err(format!("{id} has {block} in its table: {other:?}")),
+                }
+            }
+            let sealed = s.table.iter().take(s.sealed().saturating_sub(s.head) as usize);
+            for block in sealed {
+                if !matches!(pool.check_claim(*block), Ok(Block::Held { sealed: true, .. })) {
+                    return Err(format!("{id} counts {block} as sealed"));
+                }
+            }
+        }
+        for (&extent, e) in pool.extents() {
+            for (slot, s) in e.owned().iter().flat_map(|o| o.slots.iter().enumerate()) {
+                let place = crate::id::Place { extent, slot: slot as u32 };
+                let stands = refs.get(&place).copied().unwrap_or(0);
+                match s.block {
+                    Block::Held { refs, .. } if refs != stands => {
+                        return Err(format!("{place:?} counts {refs} tables, it stands in {stands}"));
+                    }
+                    Block::Credit(client) if !e.holders.contains(&client) => {
+                        return Err(format!("{place:?} is credit of client {}, which has not its extent", client.0));
+                    }
+                    _ => {}
+                }
+            }
+        }
+        for (_, block, _, pinned) in prefixes.iter() {
+            match pool.check_claim(block) {
+                Ok(Block::Held { sealed: true, pinned: p, .. }) if p == pinned => {}
+                other => return Err(format!("the prefix index names {block}: {other:?}, pinned {pinned}")),
+            }
+        }
+        if self.buffers.len() != pool.extents().len() - pool.renewing() as usize {
+            return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
+        }
+        Ok(())
+    }
+
+    fn client(&self, id: ClientId) -> &Client {
+        &self.state.clients[&id]
+    }
+
+    fn end_session(&mut self, id: SessionId) {
+        let Some(session) = self.state.sessions.remove(&id) else { return };
+        if let Some(client) = self.state.clients.get_mut(&session.client) {
+            client.sessions.remove(&id);
+        }
+        // From the tail: of a chain that goes altogether, no block is left without its parent in between.
+        for block in session.table.iter().rev() {
+            self.let_go(*block, None);
+        }
+    }
+
+    /// A block leaves a table.
+    fn let_go(&mut self, block: BlockId, to_credit: Option<ClientId>) -> Dropped {
+        let dropped = self.state.pool.drop_ref(block.place, to_credit);
+        if dropped == Dropped::Freed {
+            self.freed(block);
+        }
+        dropped
+    }
+
+    fn freed(&mut self, block: BlockId) {
+        self.state.prefixes.forget(block.place);
+        self.state.pool.release_if_idle(block.place.extent);
+    }
+
+    /// Where every byte of the pool is.
+    pub fn ledger(&self) -> BTreeMap<&'static str, u64> {
+        Account::ALL.iter().map(|a| (a.name(), self.state.pool.ledger()[*a])).collect()
+    }
+
+    /// Tells every client that the broker goes away.
+    pub fn say_goodbye(&mut self) {
+        for &to in self.state.clients.keys() {
+            let message = Writer::start(wire::EVENT | wire::Event::Goodbye as u16, 0, 0, 0).finish();
+            self.outbox.push_back(Output { to, message, buffers: Vec::new(), last: true });
+        }
+    }
+
+    /// The geometry's blocks in an extent of this pool.
+    fn cut(&self, format: FormatId, profile: &Profile) -> Cut {
+        let slot_bytes = profile.slot_bytes(0, page_bytes() as u64);
+        Cut { format, slot_bytes, slots: (self.state.pool.extent_bytes() / slot_bytes) as u32 }
+    }
+}
+
+/// A number that tells this run of the broker from others.
+fn fresh_instance() -> u64 {
+    use std::hash::{BuildHasher, Hasher};
+    // The standard library's hasher is keyed by the system's random numbers.
+    let mut hasher = std::collections::hash_map::RandomState::new().build_hasher();
+    hasher.write_u32(std::process::id());
+    hasher.finish() | 1
+}

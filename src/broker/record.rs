@@ -1,0 +1,69 @@
+//! The broker's state as one record: versioned, checksummed, rebuilt without a second source.
+//!
+//! Owns nothing. Invariant: a record that is read back gives exactly the state that was written; one that is cut,
+//! changed, or of another version gives an error and nothing else.
+//!
+//! Layout: `KVBSTATE`, version (u32 LE), length of the body (u64 LE), SHA-256 of the body, body (postcard).
+
+use sha2::{Digest as _, Sha256};
+use thiserror::Error;
+
+use super::{Broker, State};
+
+const MAGIC: &[u8; 8] = b"KVBSTATE";
+const VERSION: u32 = 1;
+const HEAD: usize = 8 + 4 + 8 + 32;
+
+/// Why bytes are no record.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum RecordError {
+    #[error("these bytes are no state record")]
+    Magic,
+    #[error("the state record is of version {0}, this broker reads version {VERSION}")]
+    Version(u32),
+    #[error("the state record is cut: {got} of {said} bytes")]
+    Length { said: u64, got: u64 },
+    #[error("the state record is damaged: its checksum does not match")]
+    Checksum,
+    #[error("the state record does not decode: {0}")]
+    Decode(#[from] postcard::Error),
+}
+
+impl Broker {
+    /// Everything that decides, as bytes.
+    pub fn record(&self) -> Vec<u8> {
+        let body = postcard::to_stdvec(&self.state).expect("the state is plain data");
+        let mut out = Vec::with_capacity(HEAD + body.len());
+        out.extend_from_slice(MAGIC);
+        out.extend_from_slice(&VERSION.to_le_bytes());
+        out.extend_from_slice(&(body.len() as u64).to_le_bytes());
+        out.extend_from_slice(&Sha256::digest(&body));
+        out.extend_from_slice(&body);
+        out
+    }
+
+    /// Whether `record`, read back, is the state that this broker has now.
+    pub fn is_recorded_by(&self, record: &[u8]) -> Result<bool, RecordError> {
+        Ok(read(record)? == self.state)
+    }
+}
+
+fn read(record: &[u8]) -> Result<State, RecordError> {
+    if record.len() < HEAD || &record[..8] != MAGIC {
+        return Err(RecordError::Magic);
+    }
+    let version = u32::from_le_bytes(record[8..12].try_into().expect("four bytes"));
+    if version != VERSION {
+        return Err(RecordError::Version(version));
+    }
+    let said = u64::from_le_bytes(record[12..20].try_into().expect("eight bytes"));
+    let body = &record[HEAD..];
+    if said != body.len() as u64 {
+        return Err(RecordError::Length { said, got: body.len() as u64 });
+    }
+    if Sha256::digest(body).as_slice() != &record[20..HEAD] {
+        return Err(RecordError::Checksum);
+    }
+    Ok(postcard::from_bytes(body)?)
+}

@@ -1,0 +1,221 @@
+//! What the broker tells operators: the documents behind `kvbctl status`, `sessions` and `map`.
+//!
+//! Owns nothing; reads the state. Invariant: sizes are in bytes, and every figure is counted at the moment of asking.
+
+use std::collections::BTreeMap;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Broker, Counters};
+use crate::heap::Backend;
+use crate::pool::{Block, Use};
+
+/// Bytes by account; they add up to the pool.
+pub type LedgerReport = BTreeMap<String, u64>;
+
+/// The pool.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct PoolReport {
+    /// Bytes that the broker holds.
+    pub bytes: u64,
+    /// Bytes of one extent.
+    pub extent_bytes: u64,
+    /// Extents that the broker holds.
+    pub extents: u32,
+    /// Extents that it was to take.
+    pub extents_wanted: u32,
+    /// The kind of memory.
+    pub backend: Backend,
+    /// The heap's name.
+    pub heap: String,
+}
+
+/// A geometry in use.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct FormatReport {
+    /// The model's name.
+    pub name: String,
+    /// The element type's label.
+    pub element: String,
+    /// Tokens in one block.
+    pub tokens_per_block: u32,
+    /// Bytes of one block's place.
+    pub block_bytes: u64,
+    /// Blocks in one extent.
+    pub blocks_per_extent: u32,
+    /// Bytes of an extent that no block can use.
+    pub waste_bytes_per_extent: u64,
+}
+
+/// `kvbctl status`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct StatusReport {
+    /// The daemon's version.
+    pub version: String,
+    /// Identifies this run.
+    pub instance: u64,
+    /// The pool.
+    pub pool: PoolReport,
+    /// Where every byte is.
+    pub ledger: LedgerReport,
+    /// Geometries in use.
+    pub formats: Vec<FormatReport>,
+    /// Connections.
+    pub clients: usize,
+    /// Sessions.
+    pub sessions: usize,
+    /// Published blocks.
+    pub prefix_blocks: usize,
+    /// Of these, pinned.
+    pub prefix_pinned: usize,
+    /// Blocks that look-ups asked for.
+    pub prefix_queries: u64,
+    /// Of these, found.
+    pub prefix_hits: u64,
+    /// What has happened since the start.
+    pub counters: Counters,
+    /// Something is wrong: the broker grants nothing more.
+    pub frozen: bool,
+}
+
+/// One session in `kvbctl sessions`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct SessionReport {
+    /// The session's number.
+    pub session: u64,
+    /// Its name.
+    pub label: String,
+    /// The tenant.
+    pub uid: u32,
+    /// The process.
+    pub pid: i32,
+    /// The program, as it says.
+    pub program: String,
+    /// The model's name.
+    pub model: String,
+    /// Tokens written, as last reported.
+    pub tokens: u64,
+    /// Blocks that only this session holds.
+    pub blocks_private: u32,
+    /// Blocks that are sealed or that others hold too.
+    pub blocks_shared: u32,
+    /// Blocks that the session's process has ahead of need, for all its sessions.
+    pub blocks_credit: u32,
+    /// Bytes of one block.
+    pub block_bytes: u64,
+}
+
+/// One extent in `kvbctl map`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct ExtentReport {
+    /// The extent.
+    pub extent: u32,
+    /// The tenant, if it has one.
+    pub uid: Option<u32>,
+    /// Clients that have its descriptor.
+    pub holders: u32,
+    /// One letter per slot: `.` free, `c` credit, `p` private, `s` shared, `P` pinned; for an extent of no tenant `-`
+    /// clean, `~` about to be renewed.
+    pub slots: String,
+}
+
+/// `kvbctl map`.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct MapReport {
+    /// Bytes of one extent.
+    pub extent_bytes: u64,
+    /// All extents.
+    pub extents: Vec<ExtentReport>,
+}
+
+fn letter(block: Block) -> char {
+    match block {
+        Block::Free => '.',
+        Block::Credit(_) => 'c',
+        Block::Held { pinned: true, .. } => 'P',
+        Block::Held { sealed: false, refs: 1, .. } => 'p',
+        Block::Held { .. } => 's',
+    }
+}
+
+impl Broker {
+    /// The whole at a glance.
+    pub fn status(&self) -> StatusReport {
+        let (state, stats) = (&self.state, self.state.prefixes.stats());
+        let extent_bytes = state.pool.extent_bytes();
+        let format = |f: &super::Format| FormatReport {
+            name: f.profile.name().into(),
+            element: f.profile.element().into(),
+            tokens_per_block: f.profile.tokens_per_block(),
+            block_bytes: f.cut.slot_bytes,
+            blocks_per_extent: f.cut.slots,
+            waste_bytes_per_extent: extent_bytes - f.cut.slot_bytes * u64::from(f.cut.slots),
+        };
+        StatusReport {
+            version: env!("CARGO_PKG_VERSION").into(),
+            instance: self.instance,
+            pool: PoolReport {
+                bytes: state.pool.ledger().total(),
+                extent_bytes,
+                extents: state.pool.extents().len() as u32,
+                extents_wanted: self.wanted_extents,
+                backend: self.heap.backend(),
+                heap: self.heap.name(),
+            },
+            ledger: self.ledger().into_iter().map(|(name, bytes)| (name.to_owned(), bytes)).collect(),
+            formats: state.formats.values().map(format).collect(),
+            clients: state.clients.len(),
+            sessions: state.sessions.len(),
+            prefix_blocks: stats.blocks,
+            prefix_pinned: stats.pinned,
+            prefix_queries: stats.queries,
+            prefix_hits: stats.hits,
+            counters: state.counters,
+            frozen: self.frozen,
+        }
+    }
+
+    /// Every session, by number.
+    pub fn sessions(&self) -> Vec<SessionReport> {
+        let state = &self.state;
+        let report = |(id, s): (&crate::id::SessionId, &super::Session)| {
+            let client = &state.clients[&s.client];
+            let private = |b: &&crate::id::BlockId| {
+                let block = state.pool.slot(b.place).map(|s| s.block);
+                matches!(block, Some(Block::Held { refs: 1, sealed: false, .. }))
+            };
+            let blocks_private = s.table.iter().filter(private).count() as u32;
+            let format = &state.formats[&s.format];
+            SessionReport {
+                session: id.0,
+                label: s.label.clone(),
+                uid: s.tenant.0,
+                pid: client.pid,
+                program: client.label.clone(),
+                model: format.profile.name().into(),
+                tokens: s.tokens,
+                blocks_private,
+                blocks_shared: s.table.len() as u32 - blocks_private,
+                blocks_credit: state.pool.credit_of(s.client).len() as u32,
+                block_bytes: format.cut.slot_bytes,
+            }
+        };
+        state.sessions.iter().map(report).collect()
+    }
+
+    /// The pool, place by place.
+    pub fn map(&self) -> MapReport {
+        let report = |(id, e): (&crate::id::ExtentId, &crate::pool::Extent)| ExtentReport {
+            extent: id.0,
+            uid: e.owned().map(|o| o.tenant.0),
+            holders: e.holders.len() as u32,
+            slots: match &e.usage {
+                Use::Clean => "-".into(),
+                Use::Dirty | Use::Renewing => "~".into(),
+                Use::Owned(o) => o.slots.iter().map(|s| letter(s.block)).collect(),
+            },
+        };
+        let extents = self.state.pool.extents().iter().map(report).collect();
+        MapReport { extent_bytes: self.state.pool.extent_bytes(), extents }
+    }
+}

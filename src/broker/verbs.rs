@@ -1,0 +1,495 @@
+//! The verbs, one function each: decode, check every claim, change state, answer.
+//!
+//! Owns no state. Invariant: a function that returns an error has changed nothing, except that a report of the table
+//! that came with the request and was right has been taken in.
+
+use super::prefix;
+use super::{Answer, Broker, Format, Refused, Reply, Session};
+use crate::broker::grant::{Granted, Want};
+use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId};
+use crate::pool::{Block, Dropped};
+use crate::wire::{self, Fault, MAX_BLOCKS, MAX_FDS, MAX_TOKENS, Reader, Verb};
+use zerocopy::little_endian::U32;
+
+type Answered = Result<Answer, Refused>;
+
+fn done(reply: Reply) -> Answered {
+    Ok(Answer::Now(reply))
+}
+
+fn empty() -> Answered {
+    done(Reply::default())
+}
+
+impl Broker {
+    pub(super) fn dispatch(&mut self, client: ClientId, verb: Verb, session: SessionId, body: &[u8]) -> Answered {
+        let greeted = self.client(client).greeted;
+        if greeted == (verb == Verb::Hello) {
+            return Err(Refused::bad(match greeted {
+                true => "hello has been said on this connection",
+                false => "the first message of a connection is hello",
+            }));
+        }
+        let r = Reader::new(verb.name(), body);
+        match verb {
+            Verb::Hello => self.hello(client, r),
+            Verb::Profile => self.profile(client, body),
+            Verb::Open => self.open(client, r),
+            Verb::Reserve => self.reserve(client, r),
+            Verb::Grow => self.grow(client, session, r),
+            Verb::Trim => self.trim(client, session, r),
+            Verb::Free => self.free(client, r),
+            Verb::Fork => self.fork(client, session, r),
+            Verb::Seal => self.seal(client, session, r),
+            Verb::Pin => self.pin(client, session, r),
+            Verb::Attach => self.attach(client, session, r),
+            Verb::ReturnExtent => self.return_extent(client, r),
+            Verb::Query => self.query(client, r),
+            Verb::Close => self.close(client, session, r),
+        }
+    }
+
+    fn hello(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
+        let hello: &wire::Hello = r.one()?;
+        r.end()?;
+        if hello.magic.get() != wire::MAGIC {
+            return Err(Refused::bad("this is not the protocol of kvbroker"));
+        }
+        if hello.version.get() != wire::VERSION {
+            let (theirs, ours) = (hello.version.get(), wire::VERSION);
+            let text = format!("protocol version {theirs} is not spoken here, version {ours} is: use the library of the broker's version");
+            return Err(Refused::bad(text).numbers(theirs.into(), ours.into()));
+        }
+        let label = wire::label_text(&hello.label)?;
+        let c = self.state.clients.get_mut(&client).expect("checked by the caller");
+        c.label = label;
+        c.greeted = true;
+        let mut reply = Reply::default();
+        reply.body.put(&wire::Welcome {
+            version: wire::VERSION.into(),
+            tenant: c.tenant.0.into(),
+            instance: self.instance.into(),
+            extent_bytes: self.state.pool.extent_bytes().into(),
+            extents: (self.state.pool.extents().len() as u32).into(),
+            page_bytes: (crate::map::page_bytes() as u32).into(),
+            backend: self.heap.backend().code().into(),
+            reserved: 0.into(),
+        });
+        done(reply)
+    }
+
+    fn profile(&mut self, client: ClientId, body: &[u8]) -> Answered {
+        let profile = wire::read_profile(body)?;
+        let known = self.state.formats.iter().find(|(_, f)| f.profile == profile).map(|(id, _)| *id);
+        let id = known.unwrap_or(FormatId(self.state.next_format));
+        let cut = self.cut(id, &profile);
+        if cut.slots == 0 {
+            let (need, have) = (cut.slot_bytes, self.state.pool.extent_bytes());
+            let text = format!("a block of {need} bytes never fits an extent of {have}: use fewer tokens per block, or configure extents of at least {need} bytes");
+            return Err(Refused::new(Fault::NeverFits, text).numbers(need, have));
+        }
+        let most = self.policy.profiles_per_connection;
+        let c = self.state.clients.get_mut(&client).expect("checked by the caller");
+        if c.formats.len() as u32 >= most && !c.formats.contains(&id) {
+            return Err(Refused::new(Fault::OverLimit, format!("a connection registers at most {most} profiles")));
+        }
+        c.formats.insert(id);
+        let tenant = c.tenant;
+        if known.is_none() {
+            self.state.next_format += 1;
+            self.state.formats.insert(id, Format { profile, cut });
+        }
+        let mut reply = Reply::default();
+        reply.body.put(&wire::Format {
+            format: id.0.into(),
+            blocks_per_extent: cut.slots.into(),
+            slot_bytes: cut.slot_bytes.into(),
+            capacity: self.capacity(tenant, &cut).into(),
+        });
+        done(reply)
+    }
+
+    pub(super) fn format(&self, client: ClientId, id: FormatId) -> Result<&Format, Refused> {
+        let mine = self.client(client).formats.contains(&id);
+        let format = self.state.formats.get(&id).filter(|_| mine);
+        format.ok_or_else(|| Refused::bad(format!("format {} was not registered on this connection", id.0)))
+    }
+
+    fn open(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
+        let open: wire::Open = *r.one()?;
+        r.end()?;
+        let format = FormatId(open.format.get());
+        let f = self.format(client, format)?;
+        let (tenant, needed) = (self.client(client).tenant, f.profile.blocks_for(open.max_tokens.get()));
+        let capacity = self.capacity(tenant, &f.cut);
+        if needed > capacity {
+            let most = capacity * u64::from(f.profile.tokens_per_block());
+            let text = format!("{} tokens will never fit: this tenant can hold at most {most} at once", open.max_tokens);
+            return Err(Refused::new(Fault::NeverFits, text).numbers(open.max_tokens.get(), most));
+        }
+        let label = wire::label_text(&open.label)?;
+        let session = Session {
+            client,
+            tenant,
+            format,
+            label,
+            model: open.model,
+            tokens: 0,
+            head: 0,
+            table: Vec::new(),
+            names: Vec::new(),
+        };
+        let id = self.add_session(session)?;
+        let mut reply = Reply { session: id.0, ..Reply::default() };
+        reply.body.put(&wire::Opened { session: id.0.into() });
+        done(reply)
+    }
+
+    fn add_session(&mut self, session: Session) -> Result<SessionId, Refused> {
+        let most = self.policy.sessions_per_connection;
+        let id = SessionId(self.state.next_session);
+        let c = self.state.clients.get_mut(&session.client).expect("checked by the caller");
+        if c.sessions.len() as u32 >= most {
+            let text = format!("this connection has {most} sessions open, as many as limits.sessions_per_connection allows");
+            return Err(Refused::new(Fault::OverLimit, text).numbers(u64::from(most) + 1, most.into()));
+        }
+        c.sessions.insert(id);
+        self.state.next_session += 1;
+        self.state.sessions.insert(id, session);
+        Ok(id)
+    }
+
+    fn session(&self, client: ClientId, id: SessionId) -> Result<&Session, Refused> {
+        let session = self.state.sessions.get(&id).filter(|s| s.client == client);
+        // The same words whether it is another's or nobody's: ids of others are none of the asker's business.
+        session.ok_or_else(|| Refused::new(Fault::Stale, format!("there is no {id} on this connection")))
+    }
+
+    fn session_mut(&mut self, id: SessionId) -> &mut Session {
+        self.state.sessions.get_mut(&id).expect("checked before")
+    }
+
+    /// Takes in what the client says of a table: all of it, or nothing.
+    fn apply_report(
+        &mut self,
+        client: ClientId,
+        id: SessionId,
+        report: &wire::Report,
+        blocks: &[wire::WireBlock],
+    ) -> Result<(), Refused> {
+        let s = self.session(client, id)?;
+        let (first, head) = (report.first.get(), s.head);
+        if first < head || first > s.end() {
+            let text = format!("{id}: the report starts at block {first}, the table holds {head} to {}", s.end());
+            return Err(Refused::bad(text));
+        }
+        let tokens_per_block = u64::from(self.state.formats[&s.format].profile.tokens_per_block());
+        let end = u64::from(first) + blocks.len() as u64;
+        if report.tokens.get() > end * tokens_per_block {
+            let text = format!("{id}: {} tokens do not fit a table of {end} blocks", report.tokens);
+            return Err(Refused::bad(text));
+        }
+        let at = (first - head) as usize;
+        let mut seen = std::collections::BTreeSet::new();
+        for (i, block) in blocks.iter().enumerate() {
+            let claim = block.id();
+            if s.table.get(at + i) == Some(&claim) {
+                continue;
+            }
+            if self.state.pool.check_claim(claim)? != Block::Credit(client) || !seen.insert(claim) {
+                return Err(crate::pool::ClaimError::NotCredit(claim).into());
+            }
+            if self.state.pool.format_of(claim.place) != Some(s.format) {
+                return Err(Refused::bad(format!("{claim} is of another format than {id}")));
+            }
+        }
+        let old: Vec<BlockId> = self.session_mut(id).table.drain(at..).collect();
+        let new: Vec<BlockId> = blocks.iter().map(wire::WireBlock::id).collect();
+        for (i, claim) in new.iter().enumerate() {
+            if old.get(i) != Some(claim) {
+                self.state.pool.hold(*claim, client)?;
+            }
+        }
+        let changed = (0..old.len()).find(|&i| new.get(i) != old.get(i));
+        for (i, block) in old.iter().enumerate().rev() {
+            if new.get(i) != Some(block) {
+                self.let_go(*block, None);
+            }
+        }
+        let s = self.session_mut(id);
+        s.table.extend(new);
+        s.tokens = report.tokens.get();
+        if let Some(changed) = changed {
+            s.names.truncate(first as usize + changed);
+        }
+        Ok(())
+    }
+
+    fn reserve(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
+        let reserve: wire::Reserve = *r.one()?;
+        r.end()?;
+        let (format, want) = (FormatId(reserve.format.get()), reserve.want.get());
+        let want = Want { format, want, least: want, has: 0, near: None };
+        match self.grant(client, want)? {
+            Granted::Later => Ok(Answer::Later),
+            Granted::Blocks(taken) => Ok(self.hand_over(client, 0, &taken)),
+        }
+    }
+
+    fn grow(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
+        let grow: wire::Grow = *r.one()?;
+        let used = r.many(grow.report.used.get(), MAX_BLOCKS)?;
+        r.end()?;
+        self.apply_report(client, id, &grow.report, used)?;
+        let s = self.session(client, id)?;
+        let want = Want {
+            format: s.format,
+            want: grow.want.get(),
+            least: grow.least.get(),
+            has: s.table.len() as u32,
+            near: s.table.last().map(|b| b.place),
+        };
+        match self.grant(client, want)? {
+            Granted::Later => Ok(Answer::Later),
+            Granted::Blocks(taken) => {
+                let tokens = grow.report.tokens.get();
+                Ok(self.hand_over(client, tokens, &taken))
+            }
+        }
+    }
+
+    fn trim(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
+        let trim: wire::Trim = *r.one()?;
+        let used = r.many(trim.report.used.get(), MAX_BLOCKS)?;
+        r.end()?;
+        self.apply_report(client, id, &trim.report, used)?;
+        let s = self.session(client, id)?;
+        let (tokens, head) = (trim.tokens.get(), trim.head.get());
+        if tokens > s.tokens {
+            let text = format!("{id} holds {} tokens: it cannot be trimmed to {tokens}", s.tokens);
+            return Err(Refused::bad(text));
+        }
+        let keep = self.state.formats[&s.format].profile.blocks_for(tokens) as u32;
+        if head < s.head || head > keep {
+            let text = format!("{id}: the head can be dropped from block {} to {keep}, not to {head}", s.head);
+            return Err(Refused::bad(text));
+        }
+        let to_credit = (trim.release.get() == 0).then_some(client);
+        let old_head = s.head;
+        let s = self.session_mut(id);
+        let tail = s.table.split_off((keep.max(old_head) - old_head) as usize);
+        let front: Vec<BlockId> = s.table.drain(..(head - old_head) as usize).collect();
+        s.head = head;
+        s.tokens = tokens;
+        s.names.truncate(keep as usize);
+        let mut returned = Vec::new();
+        for block in tail.into_iter().rev().chain(front) {
+            if self.let_go(block, to_credit) == Dropped::Credit {
+                returned.push((block, wire::RETURNED));
+            }
+        }
+        done(self.grant_reply(tokens, returned))
+    }
+
+    fn free(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
+        let free: &wire::Free = r.one()?;
+        let blocks: &[wire::WireBlock] = r.many(free.count.get(), MAX_BLOCKS)?;
+        r.end()?;
+        let mut seen = std::collections::BTreeSet::new();
+        for block in blocks {
+            let claim = block.id();
+            if self.state.pool.check_claim(claim)? != Block::Credit(client) {
+                return Err(crate::pool::ClaimError::NotCredit(claim).into());
+            }
+            if !seen.insert(claim) {
+                return Err(Refused::bad(format!("{claim} is named twice")));
+            }
+        }
+        for claim in seen {
+            self.state.pool.free_credit(claim, client)?;
+            self.state.pool.release_if_idle(claim.place.extent);
+        }
+        empty()
+    }
+
+    fn fork(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
+        let report: wire::Report = *r.one()?;
+        let used = r.many(report.used.get(), MAX_BLOCKS)?;
+        r.end()?;
+        self.apply_report(client, id, &report, used)?;
+        let twin = self.session(client, id)?.clone();
+        let blocks = twin.table.clone();
+        let new = self.add_session(twin)?;
+        for block in blocks {
+            self.state.pool.share(block.place);
+        }
+        let mut reply = Reply { session: new.0, ..Reply::default() };
+        reply.body.put(&wire::Opened { session: new.0.into() });
+        done(reply)
+    }
+
+    fn seal(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
+        let seal: wire::Seal = *r.one()?;
+        let tokens: &[U32] = r.many(seal.count.get(), MAX_TOKENS)?;
+        let used = r.many(seal.report.used.get(), MAX_BLOCKS)?;
+        r.end()?;
+        self.apply_report(client, id, &seal.report, used)?;
+        let s = self.session(client, id)?;
+        let profile = &self.state.formats[&s.format].profile;
+        let per_block = profile.tokens_per_block();
+        let (from, blocks) = (seal.from.get(), seal.count.get() / per_block);
+        if from != s.sealed() || seal.count.get() % per_block != 0 {
+            let text = format!("{id}: blocks are sealed one after the other from block {}, and whole ({per_block} tokens)", s.sealed());
+            return Err(Refused::bad(text));
+        }
+        let end = u64::from(from) + u64::from(blocks);
+        if from < s.head || end * u64::from(per_block) > s.tokens {
+            let text = format!("{id}: blocks {from} to {end} are not all there and written ({} tokens are)", s.tokens);
+            return Err(Refused::bad(text));
+        }
+        let mut name = match s.names.last() {
+            Some(name) => *name,
+            None => prefix::root(s.tenant, &s.model, profile),
+        };
+        let tenant = s.tenant;
+        let to_seal: Vec<BlockId> = (from..from + blocks).filter_map(|n| s.block(n)).collect();
+        let tokens: Vec<u32> = tokens.iter().map(|t| t.get()).collect();
+        let mut duplicates = 0;
+        for (block, tokens) in to_seal.into_iter().zip(tokens.chunks(per_block as usize)) {
+            name = prefix::child(&name, tokens);
+            self.state.pool.seal(block.place);
+            duplicates += u32::from(!self.state.prefixes.publish(name, block, tenant, per_block));
+            self.session_mut(id).names.push(name);
+        }
+        let mut reply = Reply::default();
+        reply.body.put(&wire::Counted { blocks: blocks.into(), duplicates: duplicates.into() });
+        done(reply)
+    }
+
+    fn pin(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
+        let pin: wire::Pin = *r.one()?;
+        let used = r.many(pin.report.used.get(), MAX_BLOCKS)?;
+        r.end()?;
+        self.apply_report(client, id, &pin.report, used)?;
+        let s = self.session(client, id)?;
+        let (blocks, on) = (pin.blocks.get(), pin.on.get() != 0);
+        if blocks == 0 || blocks > s.sealed() || s.head > 0 {
+            let text = format!("{id} has {} sealed blocks from its start: it cannot pin {blocks}", s.sealed());
+            return Err(Refused::bad(text));
+        }
+        let names = s.names[..blocks as usize].to_vec();
+        let own: Vec<BlockId> = s.table[..blocks as usize].to_vec();
+        let (tenant, chain) = (s.tenant, names[names.len() - 1]);
+        let per_block = self.state.formats[&s.format].profile.tokens_per_block();
+        let mut changed = 0;
+        for (name, own) in names.iter().zip(own) {
+            // Whoever published it first may have gone; then this session's block takes the name.
+            self.state.prefixes.publish(*name, own, tenant, per_block);
+            if let Some(block) = self.state.prefixes.pin(name, chain, on) {
+                changed += 1;
+                if self.state.pool.pin(block.place, on) == Dropped::Freed {
+                    self.freed(block);
+                }
+            }
+        }
+        let mut reply = Reply::default();
+        reply.body.put(&wire::Counted { blocks: changed.into(), duplicates: 0.into() });
+        done(reply)
+    }
+
+    fn attach(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
+        let attach: wire::Attach = *r.one()?;
+        let tokens: &[U32] = r.many(attach.count.get(), MAX_TOKENS)?;
+        r.end()?;
+        let s = self.session(client, id)?;
+        let profile = &self.state.formats[&s.format].profile;
+        let per_block = profile.tokens_per_block() as usize;
+        let whole = s.table.len() * per_block;
+        if s.head > 0 || s.sealed() as usize != s.table.len() || s.tokens != whole as u64 {
+            let text = format!("{id} has tokens of its own: a prefix is attached at the start, before anything is written");
+            return Err(Refused::bad(text));
+        }
+        let mut name = match s.names.last() {
+            Some(name) => *name,
+            None => prefix::root(s.tenant, &s.model, profile),
+        };
+        let tokens: Vec<u32> = tokens.iter().map(|t| t.get()).collect();
+        let prompt = whole + tokens.len();
+        let (mut found, mut names, mut descriptors) = (Vec::new(), Vec::new(), 0);
+        for block_tokens in tokens.chunks_exact(per_block) {
+            name = prefix::child(&name, block_tokens);
+            let Some(block) = self.state.prefixes.look_up(&name) else { break };
+            let new = !self.state.pool.is_holder(block.place.extent, client)
+                && !self.fresh_descriptors.contains(&block.place.extent);
+            descriptors += usize::from(new);
+            if found.len() == MAX_BLOCKS || descriptors > MAX_FDS {
+                break;
+            }
+            if new {
+                self.fresh_descriptors.insert(block.place.extent);
+            }
+            found.push(block);
+            names.push(name);
+        }
+        // The last token of a prompt is always computed: its logits are what decoding starts from.
+        let mut held = whole + found.len() * per_block;
+        if attach.more.get() == 0 && held == prompt && held > 0 {
+            held -= 1;
+            if per_block == 1 && found.pop().is_some() {
+                names.pop();
+            }
+        }
+        for block in &found {
+            self.state.pool.share(block.place);
+            self.state.pool.add_holder(block.place.extent, client);
+        }
+        self.fresh_descriptors.retain(|e| found.iter().any(|b| b.place.extent == *e));
+        let s = self.session_mut(id);
+        s.tokens = held as u64;
+        s.table.extend(&found);
+        s.names.extend(names);
+        let blocks = found.into_iter().map(|b| (b, wire::SEALED)).collect();
+        done(self.grant_reply(held as u64, blocks))
+    }
+
+    fn return_extent(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
+        let extent = ExtentId(r.one::<wire::ReturnExtent>()?.extent.get());
+        r.end()?;
+        if !self.state.pool.is_holder(extent, client) {
+            return Err(Refused::new(Fault::Stale, format!("{extent} is not on this connection")));
+        }
+        let in_table = |id: &SessionId| self.state.sessions[id].table.iter().any(|b| b.place.extent == extent);
+        let in_credit = || self.state.pool.credit_of(client).iter().any(|b| b.place.extent == extent);
+        if self.client(client).sessions.iter().any(in_table) || in_credit() {
+            return Err(Refused::bad(format!("{extent} has blocks of this connection in use")));
+        }
+        self.state.pool.remove_holder(extent, client);
+        self.asked_back.remove(&extent);
+        empty()
+    }
+
+    fn query(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
+        let format = FormatId(r.one::<wire::Query>()?.format.get());
+        r.end()?;
+        let cut = self.format(client, format)?.cut;
+        let tenant = self.client(client).tenant;
+        let pool = &self.state.pool;
+        let mine = pool.extents().values().filter_map(|e| e.owned());
+        let mine = mine.filter(|o| o.tenant == tenant && o.format == format);
+        let held: u64 = mine.map(|o| o.slots.len() as u64 - u64::from(o.free)).sum();
+        let mut reply = Reply::default();
+        reply.body.put(&wire::Room {
+            capacity: self.capacity(tenant, &cut).into(),
+            free: self.available(tenant, &cut).1.into(),
+            held: held.into(),
+        });
+        done(reply)
+    }
+
+    fn close(&mut self, client: ClientId, id: SessionId, r: Reader<'_>) -> Answered {
+        r.end()?;
+        self.session(client, id)?;
+        self.end_session(id);
+        empty()
+    }
+}

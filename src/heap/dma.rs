@@ -1,0 +1,117 @@
+//! Extents as dma-bufs of a heap under `/dev/dma_heap`: contiguous where the heap is a CMA heap.
+//!
+//! Owns the open heap. Invariant: a buffer of this heap never goes to a second tenant; it is destroyed and allocated
+//! anew, and the kernel zeroes what it hands out. (A dma-buf has no revoke: who keeps a descriptor keeps the bytes.)
+
+use std::fmt;
+use std::io;
+use std::os::fd::{AsRawFd, BorrowedFd};
+use std::path::{Path, PathBuf};
+
+use dma_heap::{Heap as Node, HeapKind};
+use nix::errno::Errno;
+
+use super::{Backend, Buffer, Heap, HeapError};
+
+/// Where the kernel puts heaps.
+pub const DEFAULT_DIR: &str = "/dev/dma_heap";
+/// Names under which kernels have offered their CMA heap, newest first.
+const CMA_NAMES: [&str; 5] = ["default_cma_region", "reserved", "linux,cma", "cma", "default-pool"];
+
+/// One heap.
+pub struct DmaHeap {
+    path: PathBuf,
+    node: Node,
+}
+
+impl fmt::Debug for DmaHeap {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("DmaHeap").field("path", &self.path).finish_non_exhaustive()
+    }
+}
+
+impl DmaHeap {
+    /// Opens the heap at `path`.
+    pub fn open(path: &Path) -> Result<Self, HeapError> {
+        let shown = path.display().to_string();
+        // Opened once by hand: the crate's error does not tell a missing heap from a forbidden one.
+        std::fs::File::open(path).map_err(|source| match source.kind() {
+            io::ErrorKind::NotFound => HeapError::Missing { path: shown.clone(), advice: others(path) },
+            io::ErrorKind::PermissionDenied => HeapError::Forbidden { path: shown.clone() },
+            _ => HeapError::Open { path: shown.clone(), source },
+        })?;
+        let node = Node::new(HeapKind::Custom(path.to_path_buf())).map_err(|e| HeapError::Open {
+            path: shown,
+            source: io::Error::other(e),
+        })?;
+        Ok(DmaHeap { path: path.to_path_buf(), node })
+    }
+
+    /// The heap to use under `dir` when none is named: the CMA heap by the names that kernels give it, else the only
+    /// heap there is beside the system's.
+    pub fn find(dir: &Path) -> Option<PathBuf> {
+        let named = CMA_NAMES.iter().map(|n| dir.join(n)).find(|p| p.exists());
+        named.or_else(|| {
+            let names = heaps(dir).into_iter().filter(|n| !n.starts_with("system"));
+            let mut paths = names.map(|n| dir.join(n));
+            paths.next().filter(|_| paths.next().is_none())
+        })
+    }
+}
+
+fn heaps(dir: &Path) -> Vec<String> {
+    let entries = std::fs::read_dir(dir).into_iter().flatten().flatten();
+    let mut names: Vec<_> = entries.filter_map(|e| e.file_name().into_string().ok()).collect();
+    names.sort();
+    names
+}
+
+fn others(path: &Path) -> String {
+    let names = path.parent().map(heaps).unwrap_or_default();
+    match names.is_empty() {
+        true => "this kernel offers none: it needs CONFIG_DMABUF_HEAPS_CMA and a CMA region; \
+                 without one, backend = \"memfd\" serves engines that run on the CPU"
+            .into(),
+        false => format!("heaps that are there: {}", names.join(", ")),
+    }
+}
+
+impl Heap for DmaHeap {
+    fn backend(&self) -> Backend {
+        Backend::DmaHeap
+    }
+
+    fn name(&self) -> String {
+        self.path.display().to_string()
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<Buffer, HeapError> {
+        let fd = self.node.allocate(bytes as usize).map_err(|e| HeapError::NoMemory {
+            heap: self.name(),
+            bytes,
+            source: io::Error::other(e),
+            advice: "enlarge the CMA region (cma= on the kernel command line, or the device-tree node) or make the pool smaller",
+        })?;
+        Ok(Buffer::new(fd, bytes, Backend::DmaHeap))
+    }
+
+    fn revokes(&self) -> bool {
+        false
+    }
+}
+
+/// `DMA_BUF_IOCTL_SYNC` with END and WRITE: caches are written back to memory.
+pub(super) fn end_cpu_write(fd: BorrowedFd<'_>) -> io::Result<()> {
+    const SYNC_WRITE: u64 = 2;
+    const SYNC_END: u64 = 4;
+    nix::ioctl_write_ptr!(dma_buf_sync, b'b', 0, u64);
+    let flags = SYNC_END | SYNC_WRITE;
+    loop {
+        // SAFETY: the kernel reads one u64 (struct dma_buf_sync) through the pointer, which outlives the call.
+        match unsafe { dma_buf_sync(fd.as_raw_fd(), &flags) } {
+            Ok(_) => return Ok(()),
+            Err(Errno::EINTR | Errno::EAGAIN) => continue,
+            Err(e) => return Err(e.into()),
+        }
+    }
+}

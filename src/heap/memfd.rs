@@ -1,0 +1,95 @@
+//! Extents as memfds: ordinary memory, present from the start, that can really be taken back.
+//!
+//! Owns nothing beyond the call. Invariant: before a descriptor leaves this module the memfd has all its pages, and
+//! the seals SHRINK, GROW and SEAL. Nobody can change its size (no SIGBUS) nor add a seal that would make the punch of
+//! [`punch`] fail, so emptying it always works, and afterwards whoever kept it reads zeros.
+
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use nix::fcntl::{FallocateFlags, FcntlArg, SealFlag, fallocate, fcntl};
+use nix::sys::memfd::{MFdFlags, memfd_create};
+
+use super::{Backend, Buffer, Heap, HeapError};
+
+/// The memfd heap.
+#[derive(Debug, Clone, Copy)]
+pub struct Memfd {
+    lock: bool,
+}
+
+impl Memfd {
+    /// `lock`: keep the pages out of swap and zram, as far as RLIMIT_MEMLOCK lets it.
+    pub fn new(lock: bool) -> Self {
+        Memfd { lock }
+    }
+}
+
+fn call(call: &'static str) -> impl Fn(nix::Error) -> HeapError {
+    move |e| HeapError::Call { heap: "memfd".into(), call, source: e.into() }
+}
+
+impl Heap for Memfd {
+    fn backend(&self) -> Backend {
+        Backend::Memfd
+    }
+
+    fn name(&self) -> String {
+        "memfd".into()
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<Buffer, HeapError> {
+        let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
+        let fd: OwnedFd = memfd_create("kvbroker", flags).map_err(call("memfd_create"))?;
+        fallocate(&fd, FallocateFlags::empty(), 0, bytes as i64).map_err(|e| HeapError::NoMemory {
+            heap: "memfd".into(),
+            bytes,
+            source: e.into(),
+            advice: "make the pool smaller than the memory that is free",
+        })?;
+        let seals = SealFlag::F_SEAL_SHRINK | SealFlag::F_SEAL_GROW | SealFlag::F_SEAL_SEAL;
+        fcntl(&fd, FcntlArg::F_ADD_SEALS(seals)).map_err(call("F_ADD_SEALS"))?;
+        let buffer = Buffer::new(fd, bytes, Backend::Memfd);
+        if self.lock {
+            let locked = buffer.map().and_then(|m| m.map_or(Ok(()), |m| m.lock()));
+            locked.map_err(|source| HeapError::Call { heap: "memfd".into(), call: "mlock", source })?;
+        }
+        Ok(buffer)
+    }
+
+    fn revokes(&self) -> bool {
+        true
+    }
+}
+
+/// Gives all pages of a memfd back to the kernel: every mapping and descriptor of it reads zeros from now on.
+pub(super) fn punch(fd: BorrowedFd<'_>, bytes: u64) -> io::Result<()> {
+    let flags = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+    Ok(fallocate(fd.as_fd(), flags, 0, bytes as i64)?)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::map::SharedMap;
+
+    #[test]
+    fn an_old_holder_of_a_dropped_extent_reads_zeros_and_cannot_prevent_it() {
+        let buffer = Memfd::new(false).allocate(1 << 20).unwrap();
+        let kept = buffer.fd().unwrap().try_clone_to_owned().unwrap();
+        let more = fcntl(&kept, FcntlArg::F_ADD_SEALS(SealFlag::F_SEAL_FUTURE_WRITE));
+        assert_eq!(more, Err(nix::Error::EPERM));
+        let map = SharedMap::new(kept.as_fd(), 1 << 20).unwrap();
+        map.write(4096, &[7; 16]);
+        drop(buffer);
+        assert_eq!(map.read(4096, 16), [0; 16]);
+        assert_eq!(nix::sys::stat::fstat(&kept).unwrap().st_size, 1 << 20);
+    }
+
+    #[test]
+    fn memory_is_there_before_the_first_touch() {
+        let buffer = Memfd::new(false).allocate(1 << 20).unwrap();
+        let stat = nix::sys::stat::fstat(buffer.fd().unwrap()).unwrap();
+        assert_eq!(stat.st_blocks * 512, 1 << 20);
+    }
+}

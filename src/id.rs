@@ -1,0 +1,63 @@
+//! Names of things that cross a module border, one type each, so that none can be taken for another.
+//!
+//! Owns nothing. Invariant: an [`ExtentId`], a [`SessionId`] and a [`ClientId`] are never given out twice by one
+//! broker, and a block's generation only grows, so a late message names something that is gone, never its successor.
+
+use serde::{Deserialize, Serialize};
+use std::fmt;
+
+/// One kernel buffer of the pool. A buffer that is destroyed and allocated anew gets a new id.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ExtentId(pub u32);
+
+/// One connection to the broker.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct ClientId(pub u64);
+
+/// One token sequence with its block table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct SessionId(pub u64);
+
+/// A trust domain: one uid, as the kernel says it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Tenant(pub u32);
+
+/// One geometry of blocks (a layer group of a profile) that the broker knows.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct FormatId(pub u32);
+
+/// A place for a block: the slot of an extent, whoever has it now.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct Place {
+    /// The extent.
+    pub extent: ExtentId,
+    /// The slot in it, from 0.
+    pub slot: u32,
+}
+
+/// A block: a place, and which of its lives is meant. From a client it is a claim until the pool has checked it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+pub struct BlockId {
+    /// Where it lies.
+    pub place: Place,
+    /// Which life of that place: grows each time the place is granted.
+    pub generation: u64,
+}
+
+impl fmt::Display for ExtentId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "extent {}", self.0)
+    }
+}
+
+impl fmt::Display for SessionId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "session {}", self.0)
+    }
+}
+
+impl fmt::Display for BlockId {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "block {}.{} (life {})", self.place.extent.0, self.place.slot, self.generation)
+    }
+}

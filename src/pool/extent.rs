@@ -1,0 +1,110 @@
+//! One extent: who owns it, how it is cut into slots, and what is in each slot.
+//!
+//! Owns the slots. Invariants: an extent has an owner exactly while it is cut into slots; its count of free slots is
+//! the number of slots that are free; a slot's generation only grows, also when the extent is cut anew.
+
+use std::collections::BTreeSet;
+
+use serde::{Deserialize, Serialize};
+
+use super::ledger::Account;
+use crate::id::{ClientId, FormatId, Tenant};
+
+/// What a place holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub enum Block {
+    /// Nothing.
+    Free,
+    /// A block that a process has ahead of need.
+    Credit(ClientId),
+    /// A block of a session's table, or a pinned one.
+    Held {
+        /// How many tables it stands in.
+        refs: u32,
+        /// Never written again.
+        sealed: bool,
+        /// Stays when no table holds it.
+        pinned: bool,
+    },
+}
+
+impl Block {
+    /// Where the ledger books it.
+    pub fn account(self) -> Account {
+        match self {
+            Block::Free => Account::Stranded,
+            Block::Credit(_) => Account::Credit,
+            Block::Held { pinned: true, .. } => Account::Pinned,
+            Block::Held { refs: 0, .. } => Account::Cached,
+            Block::Held { sealed: false, refs: 1, .. } => Account::Private,
+            Block::Held { .. } => Account::Shared,
+        }
+    }
+}
+
+/// One place of an extent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Slot {
+    /// The life of this place that is meant now; before the first grant, the one before it.
+    pub generation: u64,
+    /// What it holds.
+    pub block: Block,
+    /// Who may have left bytes here. `None`: it reads as zero.
+    pub written_by: Option<ClientId>,
+}
+
+/// An extent in a tenant's hands.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Owned {
+    /// Whose it is.
+    pub tenant: Tenant,
+    /// What its blocks are.
+    pub format: FormatId,
+    /// Bytes of one slot.
+    pub slot_bytes: u64,
+    /// The process whose blocks it holds by preference.
+    pub home: Option<ClientId>,
+    /// Its slots.
+    pub slots: Vec<Slot>,
+    /// How many of them are free.
+    pub free: u32,
+}
+
+/// What an extent is used for.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub enum Use {
+    /// Nobody has ever mapped it; it reads as zero.
+    Clean,
+    /// It was somebody's: it must be renewed before it is another's.
+    Dirty,
+    /// Being renewed by the worker.
+    Renewing,
+    /// Cut into blocks of a tenant.
+    Owned(Owned),
+}
+
+/// One kernel buffer.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Extent {
+    /// What it is used for.
+    pub usage: Use,
+    /// The clients that have its descriptor.
+    pub holders: BTreeSet<ClientId>,
+    /// No slot of this extent has had a higher generation.
+    pub last_generation: u64,
+}
+
+impl Extent {
+    /// An extent that nobody has seen.
+    pub fn clean() -> Self {
+        Extent { usage: Use::Clean, holders: BTreeSet::new(), last_generation: 0 }
+    }
+
+    /// The owner's part.
+    pub fn owned(&self) -> Option<&Owned> {
+        match &self.usage {
+            Use::Owned(owned) => Some(owned),
+            _ => None,
+        }
+    }
+}

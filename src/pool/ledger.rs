@@ -1,0 +1,96 @@
+//! Where every byte of the pool is.
+//!
+//! Owns the ten totals. Invariant: they add up to the pool, at every moment; [`Pool::check`](super::Pool::check)
+//! counts them anew from the extents and compares. Nothing here ever clamps: a total that would fall below zero
+//! is a fault in the broker and stops the process in every build (`overflow-checks`).
+
+use serde::{Deserialize, Serialize};
+use std::ops::{Index, IndexMut};
+
+/// One kind of place in the ledger.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Account {
+    /// In extents that belong to no tenant.
+    Free,
+    /// In extents of a tenant, in no block in use.
+    Stranded,
+    /// In blocks granted to a process ahead of need.
+    Credit,
+    /// In blocks of exactly one session.
+    Private,
+    /// In sealed blocks, and in blocks of several sessions, that some session holds.
+    Shared,
+    /// In sealed blocks that no session holds, kept for the next one.
+    Cached,
+    /// In sealed blocks that stay whoever comes or goes.
+    Pinned,
+    /// In extents that must not be used because somebody may still reach them.
+    Quarantined,
+    /// In extents given back to the kernel for a while.
+    Lent,
+    /// At the end of extents, too small for a block.
+    Waste,
+}
+
+impl Account {
+    /// All accounts, in the order in which people are shown them.
+    pub const ALL: [Account; 10] = [
+        Account::Free,
+        Account::Stranded,
+        Account::Credit,
+        Account::Private,
+        Account::Shared,
+        Account::Cached,
+        Account::Pinned,
+        Account::Quarantined,
+        Account::Lent,
+        Account::Waste,
+    ];
+
+    /// The account's name.
+    pub fn name(self) -> &'static str {
+        match self {
+            Account::Free => "free",
+            Account::Stranded => "stranded",
+            Account::Credit => "credit",
+            Account::Private => "private",
+            Account::Shared => "shared",
+            Account::Cached => "cached",
+            Account::Pinned => "pinned",
+            Account::Quarantined => "quarantined",
+            Account::Lent => "lent",
+            Account::Waste => "waste",
+        }
+    }
+}
+
+/// Bytes by account.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub struct Ledger([u64; 10]);
+
+impl Ledger {
+    /// The sum of all accounts, in bytes.
+    pub fn total(&self) -> u64 {
+        self.0.iter().sum()
+    }
+
+    /// Moves `bytes` from one account to another.
+    pub(super) fn transfer(&mut self, from: Account, to: Account, bytes: u64) {
+        self[from] -= bytes;
+        self[to] += bytes;
+    }
+}
+
+impl Index<Account> for Ledger {
+    type Output = u64;
+    fn index(&self, account: Account) -> &u64 {
+        &self.0[account as usize]
+    }
+}
+
+impl IndexMut<Account> for Ledger {
+    fn index_mut(&mut self, account: Account) -> &mut u64 {
+        &mut self.0[account as usize]
+    }
+}

@@ -1,0 +1,613 @@
+//! The pool: all extents, the blocks in them, and the ledger over both.
+//!
+//! Owns the state of every place. It touches no memory: buffers belong to the broker, which does what the pool
+//! decides. Invariants, each checked by [`Pool::check`]:
+//! - the ledger adds up to the pool, and is what a count from the extents gives;
+//! - an extent belongs to one tenant at a time, and changes hands only as a new extent;
+//! - a place is granted only while it is free, and each grant is a new generation of it;
+//! - the index of extents with free places is exactly those.
+
+mod extent;
+mod ledger;
+
+use std::collections::{BTreeMap, BTreeSet};
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+pub use extent::{Block, Extent, Owned, Slot, Use};
+pub use ledger::{Account, Ledger};
+
+use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
+
+/// A claim about a block that does not hold. The fault is that of whoever made the claim.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
+#[allow(missing_docs)]
+pub enum ClaimError {
+    #[error("{0} does not exist: it has been taken back")]
+    NoExtent(ExtentId),
+    #[error("{0} does not exist: the extent has fewer places")]
+    NoSlot(BlockId),
+    #[error("{claimed} is gone: its place is in life {now}")]
+    Stale { claimed: BlockId, now: u64 },
+    #[error("{0} is not in use: it was given back before")]
+    NotInUse(BlockId),
+    #[error("{0} is not credit of this client")]
+    NotCredit(BlockId),
+}
+
+/// How blocks of one format lie in an extent.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
+pub struct Cut {
+    /// The format.
+    pub format: FormatId,
+    /// Bytes of one slot.
+    pub slot_bytes: u64,
+    /// Slots of one extent.
+    pub slots: u32,
+}
+
+/// What is asked of [`Pool::take`].
+#[derive(Debug, Clone, Copy)]
+pub struct Take {
+    /// For whom.
+    pub tenant: Tenant,
+    /// For which process.
+    pub client: ClientId,
+    /// In which format.
+    pub cut: Cut,
+    /// Right after this place if it is free, so that a session's blocks lie side by side.
+    pub near: Option<Place>,
+    /// Extents that the tenant may have more than now.
+    pub new_extents: u32,
+    /// Extents that the client may get to know by this grant.
+    pub new_descriptors: u32,
+}
+
+/// A block that was taken.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Taken {
+    /// The block, now credit.
+    pub block: BlockId,
+    /// Who may have left bytes in it before.
+    pub written_by: Option<ClientId>,
+}
+
+/// The extents with free places, by whose they are and who lives there.
+type Open = BTreeMap<(Tenant, FormatId, Option<ClientId>), BTreeSet<ExtentId>>;
+
+/// All memory the broker holds.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(from = "Stored", into = "Stored")]
+pub struct Pool {
+    extent_bytes: u64,
+    next: u32,
+    extents: BTreeMap<ExtentId, Extent>,
+    // What follows is derived from the extents, so that a look-up need not search them.
+    ledger: Ledger,
+    clean: BTreeSet<ExtentId>,
+    dirty: BTreeSet<ExtentId>,
+    renewing: u32,
+    open: Open,
+    free_places: BTreeMap<(Tenant, FormatId), u64>,
+    tenant_extents: BTreeMap<Tenant, u32>,
+    held: BTreeMap<ClientId, BTreeSet<ExtentId>>,
+}
+
+/// The part of a pool that its record holds.
+#[derive(Serialize, Deserialize)]
+struct Stored {
+    extent_bytes: u64,
+    next: u32,
+    extents: BTreeMap<ExtentId, Extent>,
+}
+
+impl From<Pool> for Stored {
+    fn from(p: Pool) -> Self {
+        Stored { extent_bytes: p.extent_bytes, next: p.next, extents: p.extents }
+    }
+}
+
+impl From<Stored> for Pool {
+    fn from(s: Stored) -> Self {
+        let mut pool = Pool::new(s.extent_bytes);
+        pool.next = s.next;
+        pool.extents = s.extents;
+        pool.index();
+        pool
+    }
+}
+
+impl Pool {
+    /// A pool without extents. `extent_bytes` is the size of each that will be added.
+    pub fn new(extent_bytes: u64) -> Self {
+        Pool {
+            extent_bytes,
+            next: 1,
+            extents: BTreeMap::new(),
+            ledger: Ledger::default(),
+            clean: BTreeSet::new(),
+            dirty: BTreeSet::new(),
+            renewing: 0,
+            open: Open::new(),
+            free_places: BTreeMap::new(),
+            tenant_extents: BTreeMap::new(),
+            held: BTreeMap::new(),
+        }
+    }
+
+    /// Takes in an extent that nobody has ever seen and that reads as zero.
+    pub fn add(&mut self) -> ExtentId {
+        let id = ExtentId(self.next);
+        self.next += 1;
+        self.extents.insert(id, Extent::clean());
+        self.clean.insert(id);
+        self.ledger[Account::Free] += self.extent_bytes;
+        id
+    }
+
+    /// Bytes of one extent.
+    pub fn extent_bytes(&self) -> u64 {
+        self.extent_bytes
+    }
+
+    /// All extents.
+    pub fn extents(&self) -> &BTreeMap<ExtentId, Extent> {
+        &self.extents
+    }
+
+    /// Where every byte is.
+    pub fn ledger(&self) -> &Ledger {
+        &self.ledger
+    }
+
+    /// How many extents belong to `tenant`.
+    pub fn extents_of(&self, tenant: Tenant) -> u32 {
+        self.tenant_extents.get(&tenant).copied().unwrap_or(0)
+    }
+
+    /// Extents that can be given to anybody at once.
+    pub fn clean_extents(&self) -> u32 {
+        self.clean.len() as u32
+    }
+
+    /// Free places in extents that `tenant` has in this format already.
+    pub fn free_places(&self, tenant: Tenant, format: FormatId) -> u64 {
+        self.free_places.get(&(tenant, format)).copied().unwrap_or(0)
+    }
+
+    /// What a place holds, if it exists.
+    pub fn slot(&self, place: Place) -> Option<&Slot> {
+        self.extents.get(&place.extent)?.owned()?.slots.get(place.slot as usize)
+    }
+
+    /// Whether `client` has the descriptor of `extent`.
+    pub fn is_holder(&self, extent: ExtentId, client: ClientId) -> bool {
+        self.extents.get(&extent).is_some_and(|e| e.holders.contains(&client))
+    }
+
+    /// Notes that `client` gets the descriptor of `extent`; `false` if it has it already.
+    pub fn add_holder(&mut self, extent: ExtentId, client: ClientId) -> bool {
+        let new = self.extents.get_mut(&extent).is_some_and(|e| e.holders.insert(client));
+        if new {
+            self.held.entry(client).or_default().insert(extent);
+        }
+        new
+    }
+
+    /// The extents that `client` has the descriptor of.
+    pub fn held_by(&self, client: ClientId) -> BTreeSet<ExtentId> {
+        self.held.get(&client).cloned().unwrap_or_default()
+    }
+
+    /// Turns a claim into a block in use, or says what is wrong with it.
+    pub fn check_claim(&self, claim: BlockId) -> Result<Block, ClaimError> {
+        let extent = self.extents.get(&claim.place.extent);
+        let owned =
+            extent.and_then(Extent::owned).ok_or(ClaimError::NoExtent(claim.place.extent))?;
+        let slot = owned.slots.get(claim.place.slot as usize).ok_or(ClaimError::NoSlot(claim))?;
+        if slot.generation != claim.generation {
+            return Err(ClaimError::Stale { claimed: claim, now: slot.generation });
+        }
+        match slot.block {
+            Block::Free => Err(ClaimError::NotInUse(claim)),
+            block => Ok(block),
+        }
+    }
+
+    /// The format of the extent in which a place lies.
+    pub fn format_of(&self, place: Place) -> Option<FormatId> {
+        Some(self.extents.get(&place.extent)?.owned()?.format)
+    }
+
+    /// Takes one block as credit: right after `near`, else in an extent where the client lives, else in another one
+    /// of the tenant, else in a clean extent. `None` when there is none left within the bounds of the request.
+    pub fn take(&mut self, take: &Take) -> Option<Taken> {
+        let place = self.find(take)?;
+        let owned = self.owned_mut(place.extent);
+        let slot = &mut owned.slots[place.slot as usize];
+        let written_by = slot.written_by.replace(take.client);
+        slot.generation += 1;
+        let block = BlockId { place, generation: slot.generation };
+        let extent = self.extents.get_mut(&place.extent).expect("an extent just found");
+        extent.last_generation = extent.last_generation.max(block.generation);
+        self.set(place, Block::Credit(take.client));
+        Some(Taken { block, written_by })
+    }
+
+    fn find(&mut self, take: &Take) -> Option<Place> {
+        let (tenant, format) = (take.tenant, take.cut.format);
+        if let Some(near) = take.near {
+            let next = Place { extent: near.extent, slot: near.slot + 1 };
+            let fits = self.extents.get(&next.extent).and_then(Extent::owned).is_some_and(|o| {
+                o.tenant == tenant
+                    && o.format == format
+                    && o.slots.get(next.slot as usize).is_some_and(|s| s.block == Block::Free)
+            });
+            if fits && (take.new_descriptors > 0 || self.is_holder(next.extent, take.client)) {
+                return Some(next);
+            }
+        }
+        let home = Some(take.client);
+        let at_home = self.open.get(&(tenant, format, home)).and_then(|set| set.first()).copied();
+        let elsewhere = || {
+            let all = (tenant, format, None)..=(tenant, format, Some(ClientId(u64::MAX)));
+            self.open.range(all).flat_map(|(_, set)| set).copied().next()
+        };
+        let known = |e: &ExtentId| take.new_descriptors > 0 || self.is_holder(*e, take.client);
+        let extent = match at_home.filter(known).or_else(|| elsewhere().filter(known)) {
+            Some(extent) => extent,
+            None if take.new_extents > 0 && take.new_descriptors > 0 => self.adopt(take)?,
+            None => return None,
+        };
+        let slots = &self.extents[&extent].owned()?.slots;
+        let slot = slots.iter().position(|s| s.block == Block::Free)? as u32;
+        if self.extents[&extent].owned()?.home.is_none() {
+            self.rehome(extent, home);
+        }
+        Some(Place { extent, slot })
+    }
+
+    /// Cuts a clean extent for a tenant.
+    fn adopt(&mut self, take: &Take) -> Option<ExtentId> {
+        let id = self.clean.pop_first()?;
+        let cut = take.cut;
+        let extent = self.extents.get_mut(&id).expect("the clean list names extents of the pool");
+        let fresh = Slot { generation: extent.last_generation, block: Block::Free, written_by: None };
+        extent.usage = Use::Owned(Owned {
+            tenant: take.tenant,
+            format: cut.format,
+            slot_bytes: cut.slot_bytes,
+            home: Some(take.client),
+            slots: vec![fresh; cut.slots as usize],
+            free: cut.slots,
+        });
+        let bytes = cut.slot_bytes * u64::from(cut.slots);
+        self.ledger.transfer(Account::Free, Account::Stranded, bytes);
+        self.ledger.transfer(Account::Free, Account::Waste, self.extent_bytes - bytes);
+        *self.tenant_extents.entry(take.tenant).or_default() += 1;
+        self.count_free((take.tenant, cut.format), i64::from(cut.slots));
+        self.open.entry((take.tenant, cut.format, Some(take.client))).or_default().insert(id);
+        Some(id)
+    }
+
+    fn rehome(&mut self, extent: ExtentId, home: Option<ClientId>) {
+        let owned = self.owned_mut(extent);
+        let old = (owned.tenant, owned.format, owned.home);
+        owned.home = home;
+        let open = owned.free > 0;
+        if open {
+            self.close(old, extent);
+            self.open.entry((old.0, old.1, home)).or_default().insert(extent);
+        }
+    }
+
+    /// Entries of 0 are not kept: the index holds exactly what a count from the extents gives.
+    fn count_free(&mut self, key: (Tenant, FormatId), change: i64) {
+        let places = self.free_places.entry(key).or_default();
+        *places = places.checked_add_signed(change).expect("free places are counted since the cut");
+        if *places == 0 {
+            self.free_places.remove(&key);
+        }
+    }
+
+    /// The same for the descriptors of a client.
+    fn forget_holder(&mut self, extent: ExtentId, client: ClientId) {
+        if let Some(set) = self.held.get_mut(&client) {
+            set.remove(&extent);
+            if set.is_empty() {
+                self.held.remove(&client);
+            }
+        }
+    }
+
+    fn close(&mut self, key: (Tenant, FormatId, Option<ClientId>), extent: ExtentId) {
+        let set = self.open.get_mut(&key).expect("an extent with free places is in the index");
+        set.remove(&extent);
+        if set.is_empty() {
+            self.open.remove(&key);
+        }
+    }
+
+    fn owned_mut(&mut self, extent: ExtentId) -> &mut Owned {
+        match self.extents.get_mut(&extent).map(|e| &mut e.usage) {
+            Some(Use::Owned(owned)) => owned,
+            _ => unreachable!("{extent} is not in a tenant's hands; callers check"),
+        }
+    }
+
+    /// The one place where a slot changes: books the change in the ledger and in the index of free places.
+    fn set(&mut self, place: Place, to: Block) {
+        let owned = self.owned_mut(place.extent);
+        let slot = &mut owned.slots[place.slot as usize];
+        let from = std::mem::replace(&mut slot.block, to);
+        let (was_free, is_free) = (from == Block::Free, to == Block::Free);
+        let key = (owned.tenant, owned.format, owned.home);
+        let bytes = owned.slot_bytes;
+        if was_free && !is_free {
+            owned.free -= 1;
+            let full = owned.free == 0;
+            self.count_free((key.0, key.1), -1);
+            if full {
+                self.close(key, place.extent);
+            }
+        } else if is_free && !was_free {
+            owned.free += 1;
+            self.count_free((key.0, key.1), 1);
+            self.open.entry(key).or_default().insert(place.extent);
+        }
+        self.ledger.transfer(from.account(), to.account(), bytes);
+    }
+
+    fn block(&self, place: Place) -> Block {
+        self.slot(place).map_or(Block::Free, |s| s.block)
+    }
+
+    /// A block of the client's credit enters a table.
+    pub fn hold(&mut self, claim: BlockId, client: ClientId) -> Result<(), ClaimError> {
+        match self.check_claim(claim)? {
+            Block::Credit(owner) if owner == client => {
+                self.set(claim.place, Block::Held { refs: 1, sealed: false, pinned: false });
+                Ok(())
+            }
+            _ => Err(ClaimError::NotCredit(claim)),
+        }
+    }
+
+    /// A block in use enters one more table.
+    pub fn share(&mut self, place: Place) {
+        if let Block::Held { refs, sealed, pinned } = self.block(place) {
+            self.set(place, Block::Held { refs: refs + 1, sealed, pinned });
+        }
+    }
+
+    /// A block leaves a table. The last holder of an unsealed block gets it as credit if `to_credit` names it.
+    pub fn drop_ref(&mut self, place: Place, to_credit: Option<ClientId>) -> Dropped {
+        let Block::Held { refs, sealed, pinned } = self.block(place) else {
+            unreachable!("a table names blocks that are held");
+        };
+        if refs > 1 || pinned {
+            self.set(place, Block::Held { refs: refs - 1, sealed, pinned });
+            return Dropped::Kept;
+        }
+        match to_credit {
+            Some(client) if !sealed => {
+                self.set(place, Block::Credit(client));
+                Dropped::Credit
+            }
+            _ => {
+                self.set(place, Block::Free);
+                Dropped::Freed
+            }
+        }
+    }
+
+    /// Credit becomes free.
+    pub fn free_credit(&mut self, claim: BlockId, client: ClientId) -> Result<(), ClaimError> {
+        match self.check_claim(claim)? {
+            Block::Credit(owner) if owner == client => {
+                self.set(claim.place, Block::Free);
+                Ok(())
+            }
+            _ => Err(ClaimError::NotCredit(claim)),
+        }
+    }
+
+    /// A block of a table is never written again.
+    pub fn seal(&mut self, place: Place) {
+        if let Block::Held { refs, pinned, .. } = self.block(place) {
+            self.set(place, Block::Held { refs, sealed: true, pinned });
+        }
+    }
+
+    /// A sealed block stays, or may go again. `Freed` when it went with that.
+    pub fn pin(&mut self, place: Place, on: bool) -> Dropped {
+        match self.block(place) {
+            Block::Held { refs: 0, .. } if !on => {
+                self.set(place, Block::Free);
+                Dropped::Freed
+            }
+            Block::Held { refs, sealed, .. } => {
+                self.set(place, Block::Held { refs, sealed, pinned: on });
+                Dropped::Kept
+            }
+            _ => Dropped::Kept,
+        }
+    }
+
+    /// All credit of `client`.
+    pub fn credit_of(&self, client: ClientId) -> Vec<BlockId> {
+        let mine = |s: &Slot| s.block == Block::Credit(client);
+        let held = self.held.get(&client).into_iter().flatten();
+        held.filter_map(|id| Some((*id, self.extents[id].owned()?)))
+            .flat_map(|(extent, o)| {
+                o.slots.iter().enumerate().filter(move |(_, s)| mine(s)).map(move |(slot, s)| {
+                    let place = Place { extent, slot: slot as u32 };
+                    BlockId { place, generation: s.generation }
+                })
+            })
+            .collect()
+    }
+
+    /// `client` has let go of `extent`, or is gone. An extent without a block in use that nobody can reach any more
+    /// leaves its tenant: then its id is returned, and it must be renewed.
+    pub fn remove_holder(&mut self, extent: ExtentId, client: ClientId) -> Option<ExtentId> {
+        let e = self.extents.get_mut(&extent)?;
+        e.holders.remove(&client);
+        self.forget_holder(extent, client);
+        let e = &self.extents[&extent];
+        let home = e.owned().is_some_and(|o| o.home == Some(client));
+        if home {
+            self.rehome(extent, None);
+        }
+        self.release_if_idle(extent)
+    }
+
+    /// Takes `extent` from its tenant if no block of it is in use and no client has it.
+    pub fn release_if_idle(&mut self, extent: ExtentId) -> Option<ExtentId> {
+        let e = self.extents.get(&extent)?;
+        let idle = e.holders.is_empty() && e.owned().is_some_and(|o| o.free as usize == o.slots.len());
+        idle.then(|| self.disown(extent))
+    }
+
+    /// Takes an extent without a block in use from its tenant, whoever may still have it: the caller makes sure that
+    /// holders are cut off. Returns its holders.
+    pub fn seize(&mut self, extent: ExtentId) -> BTreeSet<ClientId> {
+        self.disown(extent);
+        let e = self.extents.get_mut(&extent).expect("just disowned");
+        let holders = std::mem::take(&mut e.holders);
+        for &client in &holders {
+            self.forget_holder(extent, client);
+        }
+        holders
+    }
+
+    fn disown(&mut self, extent: ExtentId) -> ExtentId {
+        let e = self.extents.get_mut(&extent).expect("callers name extents of the pool");
+        let Use::Owned(owned) = std::mem::replace(&mut e.usage, Use::Dirty) else {
+            unreachable!("{extent} has no owner to be taken from");
+        };
+        assert_eq!(owned.free as usize, owned.slots.len(), "{extent} has a block in use");
+        let bytes = owned.slot_bytes * owned.slots.len() as u64;
+        self.ledger.transfer(Account::Stranded, Account::Free, bytes);
+        self.ledger.transfer(Account::Waste, Account::Free, self.extent_bytes - bytes);
+        self.count_free((owned.tenant, owned.format), -(owned.slots.len() as i64));
+        let extents = self.tenant_extents.get_mut(&owned.tenant).expect("counted since the cut");
+        *extents -= 1;
+        if *extents == 0 {
+            self.tenant_extents.remove(&owned.tenant);
+        }
+        self.close((owned.tenant, owned.format, owned.home), extent);
+        self.dirty.insert(extent);
+        extent
+    }
+
+    /// Extents without a block in use that clients still have, other than `tenant`'s own in `format`: what could be
+    /// asked back, or taken where the kernel can cut a holder off.
+    pub fn idle(&self, tenant: Tenant, format: FormatId) -> Vec<ExtentId> {
+        let idle = |o: &Owned| o.free as usize == o.slots.len() && (o.tenant, o.format) != (tenant, format);
+        let all = self.open.values().flatten();
+        all.filter(|e| self.extents[*e].owned().is_some_and(idle)).copied().collect()
+    }
+
+    /// Extents that will be clean once the worker has renewed them.
+    pub fn soon_clean(&self) -> u32 {
+        self.dirty.len() as u32 + self.renewing
+    }
+
+    /// Extents in the worker's hands.
+    pub fn renewing(&self) -> u32 {
+        self.renewing
+    }
+
+    /// The worker begins to renew a dirty extent: which one, or `None` when there is none.
+    pub fn begin_renewal(&mut self) -> Option<ExtentId> {
+        let id = self.dirty.pop_first()?;
+        self.extents.get_mut(&id).expect("the dirty list names extents of the pool").usage = Use::Renewing;
+        self.renewing += 1;
+        Some(id)
+    }
+
+    /// The old buffer is gone. `renewed`: there is a new one in its stead, whose id is returned.
+    pub fn end_renewal(&mut self, extent: ExtentId, renewed: bool) -> Option<ExtentId> {
+        match self.extents.get(&extent).map(|e| &e.usage) {
+            Some(Use::Renewing) => {}
+            _ => return None,
+        }
+        self.extents.remove(&extent);
+        self.renewing -= 1;
+        self.ledger[Account::Free] -= self.extent_bytes;
+        renewed.then(|| self.add())
+    }
+
+    fn index(&mut self) {
+        let fresh = Pool { extents: BTreeMap::new(), ..Pool::new(self.extent_bytes) };
+        let extents = std::mem::take(&mut self.extents);
+        *self = Pool { next: self.next, ..fresh };
+        for (&id, e) in &extents {
+            let Some(o) = e.owned() else {
+                self.ledger[Account::Free] += self.extent_bytes;
+                match e.usage {
+                    Use::Clean => _ = self.clean.insert(id),
+                    Use::Dirty => _ = self.dirty.insert(id),
+                    _ => self.renewing += 1,
+                }
+                continue;
+            };
+            self.ledger[Account::Waste] += self.extent_bytes - o.slot_bytes * o.slots.len() as u64;
+            for s in &o.slots {
+                self.ledger[s.block.account()] += o.slot_bytes;
+            }
+            *self.tenant_extents.entry(o.tenant).or_default() += 1;
+            for client in &e.holders {
+                self.held.entry(*client).or_default().insert(id);
+            }
+            if o.free > 0 {
+                self.count_free((o.tenant, o.format), i64::from(o.free));
+                self.open.entry((o.tenant, o.format, o.home)).or_default().insert(id);
+            }
+        }
+        self.extents = extents;
+    }
+
+    /// Counts everything anew and compares. The error says what does not add up.
+    pub fn check(&self) -> Result<(), String> {
+        let mut anew = self.clone();
+        anew.index();
+        if anew.ledger != self.ledger {
+            return Err(format!("ledger {:?}, counted {:?}", self.ledger, anew.ledger));
+        }
+        let bytes = self.extents.len() as u64 * self.extent_bytes;
+        if self.ledger.total() != bytes {
+            return Err(format!("the ledger adds up to {}, the pool is {bytes}", self.ledger.total()));
+        }
+        for (id, e) in &self.extents {
+            let Some(o) = e.owned() else { continue };
+            let free = o.slots.iter().filter(|s| s.block == Block::Free).count();
+            if free != o.free as usize {
+                return Err(format!("{id} counts {} free places, it has {free}", o.free));
+            }
+            if o.slots.iter().any(|s| s.generation > e.last_generation) {
+                return Err(format!("{id} has a place in a life beyond {}", e.last_generation));
+            }
+            if o.slots.iter().any(|s| matches!(s.block, Block::Held { refs: 0, pinned: false, .. })) {
+                return Err(format!("{id} has a block that nobody holds"));
+            }
+        }
+        if anew != *self {
+            return Err("an index differs from what it is derived from".into());
+        }
+        Ok(())
+    }
+}
+
+/// What became of a block that left a table.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Dropped {
+    /// Others hold it, or it is pinned.
+    Kept,
+    /// It is credit of the client.
+    Credit,
+    /// It is free.
+    Freed,
+}
