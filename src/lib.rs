@@ -6,4 +6,5 @@ pub mod id;
 pub mod map;
 pub mod pool;
 pub mod profile;
+pub mod seqpacket;
 pub mod wire;

@@ -35,7 +35,10 @@ impl SharedMap {
     }
 
     fn within(&self, range: &Range<usize>) {
-        assert!(range.start <= range.end && range.end <= self.map.len(), "{range:?} is outside of the buffer");
+        assert!(
+            range.start <= range.end && range.end <= self.map.len(),
+            "{range:?} is outside of the buffer"
+        );
     }
 
     /// Writes zeros over `range`.

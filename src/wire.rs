@@ -603,11 +603,7 @@ pub fn put_profile(w: &mut Writer, profile: &Profile, group: usize) {
         element: label(profile.element()),
     });
     for (number, layer) in &g.layers {
-        w.put(&LayerRow {
-            number: (*number).into(),
-            k_row: layer.k_row.into(),
-            v_row: layer.v_row.into(),
-        });
+        w.put(&LayerRow { number: (*number).into(), k_row: layer.k_row.into(), v_row: layer.v_row.into() });
     }
 }
 

@@ -66,11 +66,16 @@ impl Broker {
             )));
         }
         if self.frozen {
-            return Err(Refused::new(Fault::BrokerFault, "the broker's books do not add up; it grants nothing more"));
+            return Err(Refused::new(
+                Fault::BrokerFault,
+                "the broker's books do not add up; it grants nothing more",
+            ));
         }
         let (needed, capacity) = (u64::from(want.has) + u64::from(want.least), self.capacity(tenant, &cut));
         if needed > capacity {
-            let text = format!("{needed} blocks will never fit: this tenant can hold at most {capacity} of this format");
+            let text = format!(
+                "{needed} blocks will never fit: this tenant can hold at most {capacity} of this format"
+            );
             return Err(Refused::new(Fault::NeverFits, text).numbers(needed, capacity));
         }
         let least = u64::from(want.least);
@@ -133,7 +138,12 @@ impl Broker {
         for to in holders {
             let mut event = Writer::start(wire::EVENT | Event::GiveBack as u16, 0, 0, 0);
             event.put(&wire::GiveBack { extent: extent.0.into(), deadline_ms: deadline_ms.into() });
-            self.outbox.push_back(super::Output { to, message: event.finish(), buffers: Vec::new(), last: false });
+            self.outbox.push_back(super::Output {
+                to,
+                message: event.finish(),
+                buffers: Vec::new(),
+                last: false,
+            });
         }
     }
 
@@ -144,11 +154,16 @@ impl Broker {
         let at_limit = owned >= limit && pool.clean_extents() + pool.soon_clean() > 0;
         let what = format!("{needed} blocks are needed, {available} can be granted now");
         if at_limit {
-            let text = format!("{what}: this tenant owns {owned} extents and its limit is {limit}; close or trim sessions, or have the limit raised");
+            let text = format!(
+                "{what}: this tenant owns {owned} extents and its limit is {limit}; close or trim sessions, or have the limit raised"
+            );
             return Refused::new(Fault::OverLimit, text).numbers(needed, available);
         }
-        let own = u64::from(owned) * u64::from(cut.slots) - pool.free_places(tenant, cut.format).min(u64::from(owned) * u64::from(cut.slots));
-        let text = format!("{what}: the pool is in use (about {own} blocks by this tenant); close or trim sessions, or try again later");
+        let own = u64::from(owned) * u64::from(cut.slots)
+            - pool.free_places(tenant, cut.format).min(u64::from(owned) * u64::from(cut.slots));
+        let text = format!(
+            "{what}: the pool is in use (about {own} blocks by this tenant); close or trim sessions, or try again later"
+        );
         Refused::new(Fault::Busy, text).numbers(needed, available)
     }
 

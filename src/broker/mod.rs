@@ -536,10 +536,13 @@ impl Broker {
     }
 
     fn scrubbed(&mut self, ticket: u64, result: Result<(), String>) {
-        let is_it = |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if *t == ticket);
+        let is_it =
+            |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if *t == ticket);
         // The client may have gone meanwhile; then its blocks are free already.
         let Some((&client, _)) = self.waiting.iter().find(is_it) else { return };
-        let Some(Waiting::Zeros { output, sequence, blocks, .. }) = self.waiting.remove(&client) else { return };
+        let Some(Waiting::Zeros { output, sequence, blocks, .. }) = self.waiting.remove(&client) else {
+            return;
+        };
         let Err(error) = result else { return self.outbox.push_back(output) };
         for block in blocks {
             let freed = self.state.pool.free_credit(block, client);
@@ -621,7 +624,10 @@ impl Broker {
                         return Err(format!("{place:?} counts {refs} tables, it stands in {stands}"));
                     }
                     Block::Credit(client) if !e.holders.contains(&client) => {
-                        return Err(format!("{place:?} is credit of client {}, which has not its extent", client.0));
+                        return Err(format!(
+                            "{place:?} is credit of client {}, which has not its extent",
+                            client.0
+                        ));
                     }
                     _ => {}
                 }

@@ -22,7 +22,13 @@ fn empty() -> Answered {
 }
 
 impl Broker {
-    pub(super) fn dispatch(&mut self, client: ClientId, verb: Verb, session: SessionId, body: &[u8]) -> Answered {
+    pub(super) fn dispatch(
+        &mut self,
+        client: ClientId,
+        verb: Verb,
+        session: SessionId,
+        body: &[u8],
+    ) -> Answered {
         let greeted = self.client(client).greeted;
         if greeted == (verb == Verb::Hello) {
             return Err(Refused::bad(match greeted {
@@ -57,7 +63,9 @@ impl Broker {
         }
         if hello.version.get() != wire::VERSION {
             let (theirs, ours) = (hello.version.get(), wire::VERSION);
-            let text = format!("protocol version {theirs} is not spoken here, version {ours} is: use the library of the broker's version");
+            let text = format!(
+                "protocol version {theirs} is not spoken here, version {ours} is: use the library of the broker's version"
+            );
             return Err(Refused::bad(text).numbers(theirs.into(), ours.into()));
         }
         let label = wire::label_text(&hello.label)?;
@@ -85,13 +93,18 @@ impl Broker {
         let cut = self.cut(id, &profile);
         if cut.slots == 0 {
             let (need, have) = (cut.slot_bytes, self.state.pool.extent_bytes());
-            let text = format!("a block of {need} bytes never fits an extent of {have}: use fewer tokens per block, or configure extents of at least {need} bytes");
+            let text = format!(
+                "a block of {need} bytes never fits an extent of {have}: use fewer tokens per block, or configure extents of at least {need} bytes"
+            );
             return Err(Refused::new(Fault::NeverFits, text).numbers(need, have));
         }
         let most = self.policy.profiles_per_connection;
         let c = self.state.clients.get_mut(&client).expect("checked by the caller");
         if c.formats.len() as u32 >= most && !c.formats.contains(&id) {
-            return Err(Refused::new(Fault::OverLimit, format!("a connection registers at most {most} profiles")));
+            return Err(Refused::new(
+                Fault::OverLimit,
+                format!("a connection registers at most {most} profiles"),
+            ));
         }
         c.formats.insert(id);
         let tenant = c.tenant;
@@ -124,7 +137,10 @@ impl Broker {
         let capacity = self.capacity(tenant, &f.cut);
         if needed > capacity {
             let most = capacity * u64::from(f.profile.tokens_per_block());
-            let text = format!("{} tokens will never fit: this tenant can hold at most {most} at once", open.max_tokens);
+            let text = format!(
+                "{} tokens will never fit: this tenant can hold at most {most} at once",
+                open.max_tokens
+            );
             return Err(Refused::new(Fault::NeverFits, text).numbers(open.max_tokens.get(), most));
         }
         let label = wire::label_text(&open.label)?;
@@ -150,7 +166,9 @@ impl Broker {
         let id = SessionId(self.state.next_session);
         let c = self.state.clients.get_mut(&session.client).expect("checked by the caller");
         if c.sessions.len() as u32 >= most {
-            let text = format!("this connection has {most} sessions open, as many as limits.sessions_per_connection allows");
+            let text = format!(
+                "this connection has {most} sessions open, as many as limits.sessions_per_connection allows"
+            );
             return Err(Refused::new(Fault::OverLimit, text).numbers(u64::from(most) + 1, most.into()));
         }
         c.sessions.insert(id);
@@ -180,7 +198,8 @@ impl Broker {
         let s = self.session(client, id)?;
         let (first, head) = (report.first.get(), s.head);
         if first < head || first > s.end() {
-            let text = format!("{id}: the report starts at block {first}, the table holds {head} to {}", s.end());
+            let text =
+                format!("{id}: the report starts at block {first}, the table holds {head} to {}", s.end());
             return Err(Refused::bad(text));
         }
         let tokens_per_block = u64::from(self.state.formats[&s.format].profile.tokens_per_block());
@@ -271,7 +290,8 @@ impl Broker {
         }
         let keep = self.state.formats[&s.format].profile.blocks_for(tokens) as u32;
         if head < s.head || head > keep {
-            let text = format!("{id}: the head can be dropped from block {} to {keep}, not to {head}", s.head);
+            let text =
+                format!("{id}: the head can be dropped from block {} to {keep}, not to {head}", s.head);
             return Err(Refused::bad(text));
         }
         let to_credit = (trim.release.get() == 0).then_some(client);
@@ -339,12 +359,18 @@ impl Broker {
         let per_block = profile.tokens_per_block();
         let (from, blocks) = (seal.from.get(), seal.count.get() / per_block);
         if from != s.sealed() || seal.count.get() % per_block != 0 {
-            let text = format!("{id}: blocks are sealed one after the other from block {}, and whole ({per_block} tokens)", s.sealed());
+            let text = format!(
+                "{id}: blocks are sealed one after the other from block {}, and whole ({per_block} tokens)",
+                s.sealed()
+            );
             return Err(Refused::bad(text));
         }
         let end = u64::from(from) + u64::from(blocks);
         if from < s.head || end * u64::from(per_block) > s.tokens {
-            let text = format!("{id}: blocks {from} to {end} are not all there and written ({} tokens are)", s.tokens);
+            let text = format!(
+                "{id}: blocks {from} to {end} are not all there and written ({} tokens are)",
+                s.tokens
+            );
             return Err(Refused::bad(text));
         }
         let mut name = match s.names.last() {
@@ -374,7 +400,8 @@ impl Broker {
         let s = self.session(client, id)?;
         let (blocks, on) = (pin.blocks.get(), pin.on.get() != 0);
         if blocks == 0 || blocks > s.sealed() || s.head > 0 {
-            let text = format!("{id} has {} sealed blocks from its start: it cannot pin {blocks}", s.sealed());
+            let text =
+                format!("{id} has {} sealed blocks from its start: it cannot pin {blocks}", s.sealed());
             return Err(Refused::bad(text));
         }
         let names = s.names[..blocks as usize].to_vec();
@@ -406,7 +433,9 @@ impl Broker {
         let per_block = profile.tokens_per_block() as usize;
         let whole = s.table.len() * per_block;
         if s.head > 0 || s.sealed() as usize != s.table.len() || s.tokens != whole as u64 {
-            let text = format!("{id} has tokens of its own: a prefix is attached at the start, before anything is written");
+            let text = format!(
+                "{id} has tokens of its own: a prefix is attached at the start, before anything is written"
+            );
             return Err(Refused::bad(text));
         }
         let mut name = match s.names.last() {
@@ -458,7 +487,8 @@ impl Broker {
         if !self.state.pool.is_holder(extent, client) {
             return Err(Refused::new(Fault::Stale, format!("{extent} is not on this connection")));
         }
-        let in_table = |id: &SessionId| self.state.sessions[id].table.iter().any(|b| b.place.extent == extent);
+        let in_table =
+            |id: &SessionId| self.state.sessions[id].table.iter().any(|b| b.place.extent == extent);
         let in_credit = || self.state.pool.credit_of(client).iter().any(|b| b.place.extent == extent);
         if self.client(client).sessions.iter().any(in_table) || in_credit() {
             return Err(Refused::bad(format!("{extent} has blocks of this connection in use")));

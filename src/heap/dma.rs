@@ -40,10 +40,8 @@ impl DmaHeap {
             io::ErrorKind::PermissionDenied => HeapError::Forbidden { path: shown.clone() },
             _ => HeapError::Open { path: shown.clone(), source },
         })?;
-        let node = Node::new(HeapKind::Custom(path.to_path_buf())).map_err(|e| HeapError::Open {
-            path: shown,
-            source: io::Error::other(e),
-        })?;
+        let node = Node::new(HeapKind::Custom(path.to_path_buf()))
+            .map_err(|e| HeapError::Open { path: shown, source: io::Error::other(e) })?;
         Ok(DmaHeap { path: path.to_path_buf(), node })
     }
 

@@ -67,7 +67,9 @@ impl fmt::Display for Backend {
 pub enum HeapError {
     #[error("{path}: there is no such heap; {advice}")]
     Missing { path: String, advice: String },
-    #[error("{path}: opening the heap is not permitted; run the broker as a user of the device's group (udev/60-kvbroker.rules gives it to group kvbroker)")]
+    #[error(
+        "{path}: opening the heap is not permitted; run the broker as a user of the device's group (udev/60-kvbroker.rules gives it to group kvbroker)"
+    )]
     Forbidden { path: String },
     #[error("{path}: {source}")]
     Open { path: String, source: io::Error },

@@ -203,8 +203,7 @@ impl Pool {
     /// Turns a claim into a block in use, or says what is wrong with it.
     pub fn check_claim(&self, claim: BlockId) -> Result<Block, ClaimError> {
         let extent = self.extents.get(&claim.place.extent);
-        let owned =
-            extent.and_then(Extent::owned).ok_or(ClaimError::NoExtent(claim.place.extent))?;
+        let owned = extent.and_then(Extent::owned).ok_or(ClaimError::NoExtent(claim.place.extent))?;
         let slot = owned.slots.get(claim.place.slot as usize).ok_or(ClaimError::NoSlot(claim))?;
         if slot.generation != claim.generation {
             return Err(ClaimError::Stale { claimed: claim, now: slot.generation });
