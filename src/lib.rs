@@ -1,3 +1,4 @@
 //! kvbroker: one owner for the attention KV cache of an edge board.
 
+pub mod attention;
 pub mod profile;
