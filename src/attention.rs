@@ -14,6 +14,8 @@
 mod element;
 mod kernel;
 mod source;
+#[cfg(test)]
+mod tests;
 
 use std::ops::Range;
 

@@ -69,6 +69,18 @@ impl Scratch {
         grow(&mut self.max, rows, 0.0);
         grow(&mut self.sum, rows, 0.0);
     }
+
+    /// Fills all of it, for any test's shape, with NaN.
+    #[cfg(test)]
+    pub(super) fn poison(&mut self) {
+        self.fit(TILE_ROWS, 64);
+        self.q.fill([f32::NAN; LANES]);
+        self.acc.fill([f32::NAN; LANES]);
+        self.weights.fill([f32::NAN; CHUNK]);
+        self.staged.fill([f32::NAN; LANES]);
+        self.max.fill(f32::NAN);
+        self.sum.fill(f32::NAN);
+    }
 }
 
 /// Picks the version for this machine.
@@ -480,4 +492,25 @@ fn exp<const FMA: bool>(x: f32) -> f32 {
     }
     let power = f32::from_bits(shifted.to_bits().wrapping_add(127) << 23);
     if x < -87.0 { 0.0 } else { series * power }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_exponential_is_within_two_units_in_the_last_place() {
+        for n in 0..200_000u32 {
+            let x = -(n as f32) * (87.0 / 200_000.0);
+            let want = f64::from(x).exp();
+            for got in [exp::<true>(x), exp::<false>(x)] {
+                let unit = f64::from(f32::from_bits((want as f32).to_bits() + 1)) - f64::from(want as f32);
+                assert!((f64::from(got) - want).abs() <= 2.0 * unit, "e^{x} is not {got}");
+            }
+        }
+        assert_eq!(exp::<true>(0.0), 1.0);
+        assert_eq!(exp::<true>(-87.1), 0.0);
+        assert_eq!(exp::<true>(f32::NEG_INFINITY), 0.0);
+        assert!(exp::<true>(f32::NAN).is_nan());
+    }
 }
