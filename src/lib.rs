@@ -1,5 +1,6 @@
 //! kvbroker: one owner for the attention KV cache of an edge board.
 
+pub mod attention;
 pub mod broker;
 pub mod heap;
 pub mod id;
