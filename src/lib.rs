@@ -2,6 +2,7 @@
 
 pub mod attention;
 pub mod broker;
+pub mod client;
 pub mod heap;
 pub mod id;
 pub mod map;
