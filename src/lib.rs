@@ -1,3 +1,5 @@
 //! kvbroker: one owner for the attention KV cache of an edge board.
 
+pub mod packing;
 pub mod profile;
+pub mod size;
