@@ -2,5 +2,6 @@
 
 pub mod model;
 pub mod packing;
+pub mod plan;
 pub mod profile;
 pub mod size;

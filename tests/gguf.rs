@@ -83,7 +83,7 @@ fn gemma_3_has_four_layers_that_keep_all_tokens() {
     let shape = read(&gemma3().bytes()).unwrap();
     assert_eq!(full_layers(&shape), [5, 11, 17, 23]);
     assert_eq!(shape.profile(KvType::F16, 16).unwrap().bytes_at(4096), 27 << 20);
-    let flags = vec![1, 0].repeat(13);
+    let flags = [1, 0].repeat(13);
     let list = gemma3().put("gemma3.attention.sliding_window_pattern", Value::List(7, 26, flags));
     assert_eq!(full_layers(&read(&list.bytes()).unwrap()), (1..26).step_by(2).collect::<Vec<_>>());
     let third = gemma3().put("gemma3.attention.sliding_window_pattern", Value::U32(13));
