@@ -3,6 +3,8 @@
 pub mod attention;
 pub mod broker;
 pub mod client;
+#[cfg(feature = "daemon")]
+pub mod daemon;
 pub mod heap;
 pub mod id;
 pub mod map;

@@ -100,12 +100,11 @@ impl Inside {
     fn settle(&mut self) {
         let heap: Arc<dyn Heap> = self.broker.heap();
         loop {
-            let jobs: Vec<_> = self.broker.jobs().collect();
-            for job in jobs {
+            for job in self.broker.jobs() {
                 let done = job.run(&*heap);
                 self.broker.done(done);
             }
-            let outputs: Vec<_> = self.broker.outputs().collect();
+            let outputs = self.broker.outputs();
             if outputs.is_empty() {
                 return;
             }
