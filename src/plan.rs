@@ -622,6 +622,20 @@ mod tests {
         let p = plan(&reference(), options);
         assert!(p.warnings.iter().any(|w| w.contains("will refuse")), "{:?}", p.warnings);
         assert!(p.warnings.iter().any(|w| w.contains("vm.max_map_count")), "{:?}", p.warnings);
+        // 85 sessions of 8 blocks are exactly the pool's 85 extents.
+        let exact = plan(&reference(), Options { sessions: 85, live: Some(128), ..Options::default() });
+        assert_eq!((exact.paged_extents, exact.extents), (85, 85));
+        assert!(!exact.warnings.iter().any(|w| w.contains("will refuse")), "{:?}", exact.warnings);
+    }
+
+    #[test]
+    fn a_latent_cache_has_one_plane_for_each_layer() {
+        let mut latent = shape(4, 1, 576);
+        for layer in &mut latent.layers {
+            layer.v_dim = 0;
+        }
+        let p = plan(&latent, Options { tokens_per_block: 32, ..Options::default() });
+        assert_eq!((p.bytes_per_token, p.groups[0].planes, p.vmas_per_session), (4 * 1152, 4, 4 * 64));
     }
 
     #[test]

@@ -233,6 +233,7 @@ mod tests {
         }
         assert!(refusal("1Q").contains("unknown unit"));
         assert!(refusal("1KiBs").contains("unknown unit"));
+        assert!(format!("1.{}T", "9".repeat(38)).parse::<Size>().is_err(), "no shift overflows");
         assert!(refusal("1.5B").contains("fraction of a byte"));
         assert!(refusal("18446744073709551616B").contains("64 bits"));
         assert!(refusal("16777216T").contains("64 bits"));

@@ -5,7 +5,7 @@ mod writer;
 
 use kvbroker::model::{Fault, KvType, ModelShape, gguf};
 use proptest::prelude::*;
-use std::io::{BufReader, Cursor};
+use std::io::{BufReader, Cursor, Seek, Write};
 use writer::{Header, Value, text};
 
 fn read(bytes: &[u8]) -> Result<ModelShape, Fault> {
@@ -220,6 +220,22 @@ fn lists_of_lists_end_at_a_depth() {
     let inner = |elements: &[u8]| [&4u32.to_le_bytes()[..], &1u64.to_le_bytes(), elements].concat();
     let shallow = model("llama", 2).put("x", Value::List(9, 2, [inner(&[0; 4]), inner(&[0; 4])].concat()));
     assert!(read(&shallow.bytes()).is_ok());
+}
+
+#[test]
+fn a_header_ends_at_a_bound_but_what_follows_it_may_be_of_any_size() {
+    // Sparse, so that it takes no room.
+    let read_file = |header: Header, length: u64| {
+        let mut file = tempfile::tempfile().expect("a file");
+        file.write_all(&header.bytes()).expect("written");
+        file.set_len(length).expect("a sparse file");
+        file.rewind().expect("rewound");
+        gguf::parse(BufReader::new(file), length, "fallback")
+    };
+    let long = gguf::MAX_HEADER_BYTES + 1;
+    let endless = model("llama", 2).put("x", Value::List(0, long, vec![]));
+    assert!(read_file(endless, 2 * long).expect_err("refused").to_string().contains("goes on beyond"));
+    assert!(read_file(model("llama", 2), 16 << 30).is_ok());
 }
 
 #[test]
