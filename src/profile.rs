@@ -257,6 +257,14 @@ impl Profile {
             .sum()
     }
 
+    /// The most blocks of `group` that one sequence of `tokens` tokens holds. A window of W tokens lies in one block
+    /// more than it fills when it begins in the middle of one.
+    pub fn group_blocks_at(&self, group: usize, tokens: u64) -> u64 {
+        let all = self.blocks_for(tokens);
+        let per_block = u64::from(self.tokens_per_block);
+        self.groups[group].window.map_or(all, |w| all.min((per_block - 1 + u64::from(w)).div_ceil(per_block)))
+    }
+
     /// Where the planes of `group` lie in a block: for each of its layers, in order, K and V.
     pub fn planes(&self, group: usize) -> Vec<[Plane; 2]> {
         let tokens = self.tokens_per_block as usize;
@@ -347,6 +355,8 @@ mod tests {
         let p = Profile::new("gemma-3-1b", "f16", Layout::PlaneMajor, 16, groups).unwrap();
         assert_eq!(p.bytes_per_token(), 26 << 10);
         assert_eq!(p.bytes_at(4096), 27 << 20);
+        let held = |tokens| (p.group_blocks_at(0, tokens), p.group_blocks_at(1, tokens));
+        assert_eq!((held(0), held(512), held(513), held(4096)), ((0, 0), (32, 32), (33, 33), (256, 33)));
     }
 
     #[test]

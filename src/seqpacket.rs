@@ -1,8 +1,8 @@
 //! The socket edge: datagrams of a `SOCK_SEQPACKET` Unix socket, and the descriptors that travel with them.
 //!
 //! Owns the socket. Invariants: every descriptor that arrives is an [`OwnedFd`] with CLOEXEC from its first moment, so
-//! no error path can leak one; a message or its control data that was cut is an error, never a shorter message; a
-//! closed peer gives an error, never a signal.
+//! no error path can leak one; a message that was cut is an error, never a shorter message, and descriptors come all
+//! or not at all; a closed peer gives an error, never a signal.
 
 #![allow(unsafe_code)]
 
@@ -26,6 +26,8 @@ pub struct Received {
     pub bytes: usize,
     /// Descriptors, in the order in which they were sent.
     pub fds: Vec<OwnedFd>,
+    /// More descriptors were sent than this process may open (RLIMIT_NOFILE): those that came are closed.
+    pub fds_lost: bool,
 }
 
 /// One end of a connection.
@@ -89,8 +91,7 @@ impl SeqPacket {
         }
     }
 
-    /// Receives one message into `buffer`. A message longer than that, or control data that did not arrive whole (no
-    /// room in this process's descriptor table), is an error; what came of it is closed.
+    /// Receives one message into `buffer`. A message longer than that is an error.
     pub fn recv(&self, buffer: &mut [u8]) -> io::Result<Received> {
         let mut iov = libc::iovec { iov_base: buffer.as_mut_ptr().cast(), iov_len: buffer.len() };
         let mut control = Control([MaybeUninit::uninit(); CONTROL_BYTES]);
@@ -111,11 +112,10 @@ impl SeqPacket {
                 return Err(error);
             }
         };
-        let fds = collect(&header);
-        if header.msg_flags & libc::MSG_CTRUNC != 0 {
-            let text =
-                "descriptors of a message were lost: this process may open no more files (RLIMIT_NOFILE)";
-            return Err(io::Error::new(io::ErrorKind::QuotaExceeded, text));
+        let mut fds = collect(&header);
+        let fds_lost = header.msg_flags & libc::MSG_CTRUNC != 0;
+        if fds_lost {
+            fds.clear();
         }
         if header.msg_flags & libc::MSG_TRUNC != 0 {
             return Err(io::Error::new(
@@ -123,7 +123,7 @@ impl SeqPacket {
                 "a message is longer than the protocol allows",
             ));
         }
-        Ok(Received { bytes, fds })
+        Ok(Received { bytes, fds, fds_lost })
     }
 
     /// Bytes that this end has sent and the peer has not read (`SIOCOUTQ`).

@@ -406,6 +406,15 @@ codes! {
     }
 }
 
+impl Verb {
+    /// Whether an answer that comes after the caller has given up does no harm: asking again gives the same, or what it
+    /// brings is credit.
+    pub fn may_come_late(self) -> bool {
+        use Verb::{Close, Grow, Hello, Open, Profile, Query, Reserve};
+        matches!(self, Hello | Profile | Open | Reserve | Grow | Query | Close)
+    }
+}
+
 /// Why bytes are no message. Always the sender's fault.
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
 #[allow(missing_docs)]

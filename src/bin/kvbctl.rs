@@ -1,1 +1,77 @@
-fn main() {}
+//! `kvbctl`: the operator's tool.
+//!
+//! Owns the command line: what is asked, how the answer is printed, and the exit codes. Invariant: an answer goes to
+//! standard output and a complaint to standard error, and the exit code alone tells a script which it was.
+
+#[path = "kvbctl/plan.rs"]
+mod plan;
+
+use clap::{Parser, Subcommand};
+use std::io::{self, Write};
+use std::process::ExitCode;
+
+const EXIT_CODES: &str = "Exit codes:
+  0  done
+  1  the request was refused or failed; standard error says why
+  2  the command line is wrong
+  3  the broker could not be reached
+
+Sizes: 256M and 256MiB are 2^28 bytes; K, M, G and T are powers of two, B is bytes. A number without unit is refused.";
+
+/// The operator's tool of kvbroker, a broker of attention KV-cache memory.
+#[derive(Debug, Parser)]
+#[command(name = "kvbctl", version, after_help = EXIT_CODES, arg_required_else_help = true)]
+struct Cli {
+    #[command(subcommand)]
+    command: Command,
+}
+
+#[derive(Debug, Subcommand)]
+enum Command {
+    /// Account for a model's KV cache on a board: geometry, packing, paging against static reservation
+    #[command(after_help = EXIT_CODES)]
+    Plan(plan::Args),
+}
+
+/// Why a command ended without an answer.
+#[derive(Debug)]
+enum Failure {
+    /// Exit code 1, with what to say.
+    Refused(String),
+    /// Standard output cannot be written.
+    Output(io::Error),
+}
+
+impl From<io::Error> for Failure {
+    fn from(error: io::Error) -> Self {
+        Failure::Output(error)
+    }
+}
+
+fn main() -> ExitCode {
+    // clap ends the process by itself for --help (0) and for a wrong command line (2).
+    let cli = Cli::parse();
+    let mut out = io::stdout().lock();
+    let result = match cli.command {
+        Command::Plan(args) => args.run(&mut out),
+    };
+    match result.and_then(|()| Ok(out.flush()?)) {
+        Ok(()) => ExitCode::SUCCESS,
+        // The reader has seen enough, as in `kvbctl ... | head`.
+        Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
+        Err(Failure::Output(error)) => complain(&format!("cannot write the answer: {error}")),
+        Err(Failure::Refused(why)) => complain(&why),
+    }
+}
+
+fn complain(why: &str) -> ExitCode {
+    // If standard error is gone too, the exit code still says it.
+    let _ = writeln!(io::stderr(), "kvbctl: {why}");
+    ExitCode::from(1)
+}
+
+/// Prints `answer` as one JSON object.
+fn print_json(out: &mut impl Write, answer: &impl serde::Serialize) -> Result<(), Failure> {
+    let text = serde_json::to_string_pretty(answer).map_err(|e| Failure::Refused(e.to_string()))?;
+    Ok(writeln!(out, "{text}")?)
+}

@@ -1,1 +1,79 @@
-fn main() {}
+//! `kvbrokerd`: the broker's daemon.
+//!
+//! Owns the command line and the log. Exit codes: 0 after SIGTERM or SIGINT, 1 when it could not start or serve, 2 for
+//! a wrong command line or configuration.
+
+use std::io::Write;
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use clap::Parser;
+use kvbroker::daemon::{Config, DEFAULT_CONFIG, Overrides, run};
+use log::{Level, LevelFilter};
+
+const AFTER: &str = "Exit codes:
+  0  stopped by SIGTERM or SIGINT
+  1  it could not start, or could not go on; standard error says why
+  2  the command line or the configuration is wrong
+
+KVBROKER_LOG sets what is logged: error, warn (the default), info, debug.
+Sizes: 256M and 256MiB are 2^28 bytes. A number without unit is refused.";
+
+/// The broker of attention KV-cache memory: takes a pool of memory and hands blocks of it to inference processes.
+#[derive(Debug, Parser)]
+#[command(name = "kvbrokerd", version, after_help = AFTER)]
+struct Cli {
+    /// The configuration; files in the directory of this name with .d behind it win over it
+    #[arg(long, value_name = "PATH")]
+    config: Option<PathBuf>,
+    /// Read the configuration, say whether it is right, and end
+    #[arg(long)]
+    check: bool,
+    #[command(flatten)]
+    overrides: Overrides,
+}
+
+fn main() -> ExitCode {
+    let cli = Cli::parse();
+    start_log();
+    let path = cli.config.clone().unwrap_or_else(|| DEFAULT_CONFIG.into());
+    let config = match Config::read(&path, cli.config.is_some(), &cli.overrides) {
+        Ok(config) => config,
+        Err(e) => return complain(&e.to_string(), 2),
+    };
+    if cli.check {
+        return ExitCode::SUCCESS;
+    }
+    match run(&config) {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => complain(&e.to_string(), 1),
+    }
+}
+
+fn complain(why: &str, code: u8) -> ExitCode {
+    log::error!("{why}");
+    ExitCode::from(code)
+}
+
+/// To standard error; with the priorities that the journal reads when that is where it goes.
+fn start_log() {
+    let journal = std::env::var_os("JOURNAL_STREAM").is_some();
+    let env = env_logger::Env::new().filter("KVBROKER_LOG");
+    let mut builder = env_logger::Builder::new();
+    builder.filter_level(LevelFilter::Warn).parse_env(env);
+    builder.format(move |out, record| {
+        let priority = match record.level() {
+            Level::Error => 3,
+            Level::Warn => 4,
+            Level::Info => 6,
+            Level::Debug | Level::Trace => 7,
+        };
+        match journal {
+            true => writeln!(out, "<{priority}>{}", record.args()),
+            false => {
+                writeln!(out, "kvbrokerd: {}: {}", record.level().as_str().to_lowercase(), record.args())
+            }
+        }
+    });
+    builder.init();
+}

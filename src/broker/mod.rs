@@ -56,6 +56,8 @@ pub struct Policy {
     pub extents_of: BTreeMap<Tenant, u32>,
     /// Zero a block at every grant, not only when it comes from another process.
     pub scrub_always: bool,
+    /// Strict mode: an extent holds one block, however many would fit.
+    pub one_block_per_extent: bool,
 }
 
 impl Default for Policy {
@@ -68,6 +70,7 @@ impl Default for Policy {
             extents_per_tenant: None,
             extents_of: BTreeMap::new(),
             scrub_always: false,
+            one_block_per_extent: false,
         }
     }
 }
@@ -277,13 +280,14 @@ enum Waiting {
     /// For extents: the request is tried again when one has been renewed.
     Extents(Vec<u8>),
     /// For zeros: then this goes out.
-    Zeros { ticket: u64, output: Output, sequence: u64, blocks: Vec<BlockId> },
+    Zeros { ticket: u64, output: Output, verb: Verb, sequence: u64, blocks: Vec<BlockId> },
 }
 
 /// The broker.
 #[derive(Debug)]
 pub struct Broker {
     heap: Arc<dyn Heap>,
+    reason: String,
     policy: Policy,
     instance: u64,
     wanted_extents: u32,
@@ -339,6 +343,7 @@ impl Broker {
         };
         Broker {
             heap,
+            reason: String::new(),
             policy,
             instance: fresh_instance(),
             wanted_extents: 0,
@@ -358,6 +363,11 @@ impl Broker {
     fn take_in(&mut self, buffer: Buffer) {
         let id = self.state.pool.add();
         self.buffers.insert(id, Arc::new(buffer));
+    }
+
+    /// Why the pool is made of this kind of memory: shown in the status.
+    pub fn set_reason(&mut self, reason: String) {
+        self.reason = reason;
     }
 
     /// The heap that the pool is made of.
@@ -465,7 +475,7 @@ impl Broker {
         let pieces = reply.scrub.iter().filter_map(|b| self.piece(*b)).collect();
         self.state.counters.scrubbed += reply.scrub.len() as u64;
         self.jobs.push_back(Job::Scrub { ticket, pieces });
-        self.waiting.insert(client, Waiting::Zeros { ticket, output, sequence, blocks: reply.scrub });
+        self.waiting.insert(client, Waiting::Zeros { ticket, output, verb, sequence, blocks: reply.scrub });
     }
 
     /// Where a block's bytes are.
@@ -504,13 +514,13 @@ impl Broker {
     }
 
     /// Messages to be carried to clients, oldest first.
-    pub fn outputs(&mut self) -> impl Iterator<Item = Output> {
-        std::mem::take(&mut self.outbox).into_iter()
+    pub fn outputs(&mut self) -> VecDeque<Output> {
+        std::mem::take(&mut self.outbox)
     }
 
     /// Work to be carried to the worker, in this order.
-    pub fn jobs(&mut self) -> impl Iterator<Item = Job> {
-        std::mem::take(&mut self.jobs).into_iter()
+    pub fn jobs(&mut self) -> VecDeque<Job> {
+        std::mem::take(&mut self.jobs)
     }
 
     /// The worker is done with a job.
@@ -540,7 +550,7 @@ impl Broker {
             |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if *t == ticket);
         // The client may have gone meanwhile; then its blocks are free already.
         let Some((&client, _)) = self.waiting.iter().find(is_it) else { return };
-        let Some(Waiting::Zeros { output, sequence, blocks, .. }) = self.waiting.remove(&client) else {
+        let Some(Waiting::Zeros { output, verb, sequence, blocks, .. }) = self.waiting.remove(&client) else {
             return;
         };
         let Err(error) = result else { return self.outbox.push_back(output) };
@@ -550,7 +560,7 @@ impl Broker {
         }
         log::error!("zeroing blocks for client {} failed: {error}", client.0);
         let why = Refused::new(Fault::BrokerFault, format!("the blocks could not be zeroed: {error}"));
-        self.refuse(client, Verb::Grow as u16, sequence, &why);
+        self.refuse(client, verb as u16, sequence, &why);
     }
 
     /// Tries requests again that waited for extents.
@@ -690,7 +700,8 @@ impl Broker {
     /// The geometry's blocks in an extent of this pool.
     fn cut(&self, format: FormatId, profile: &Profile) -> Cut {
         let slot_bytes = profile.slot_bytes(0, page_bytes() as u64);
-        Cut { format, slot_bytes, slots: (self.state.pool.extent_bytes() / slot_bytes) as u32 }
+        let fit = (self.state.pool.extent_bytes() / slot_bytes) as u32;
+        Cut { format, slot_bytes, slots: if self.policy.one_block_per_extent { fit.min(1) } else { fit } }
     }
 }
 

@@ -28,6 +28,8 @@ pub struct PoolReport {
     pub backend: Backend,
     /// The heap's name.
     pub heap: String,
+    /// Why this one.
+    pub reason: String,
 }
 
 /// A geometry in use.
@@ -161,6 +163,7 @@ impl Broker {
                 extents_wanted: self.wanted_extents,
                 backend: self.heap.backend(),
                 heap: self.heap.name(),
+                reason: self.reason.clone(),
             },
             ledger: self.ledger().into_iter().map(|(name, bytes)| (name.to_owned(), bytes)).collect(),
             formats: state.formats.values().map(format).collect(),

@@ -516,9 +516,11 @@ impl Broker {
         done(reply)
     }
 
-    fn close(&mut self, client: ClientId, id: SessionId, r: Reader<'_>) -> Answered {
+    fn close(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
+        let report: wire::Report = *r.one()?;
+        let used = r.many(report.used.get(), MAX_BLOCKS)?;
         r.end()?;
-        self.session(client, id)?;
+        self.apply_report(client, id, &report, used)?;
         self.end_session(id);
         empty()
     }

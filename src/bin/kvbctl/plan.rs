@@ -1,0 +1,128 @@
+//! `kvbctl plan`: from options and model files to the account that [`kvbroker::plan`] makes.
+
+use crate::{Failure, print_json};
+use clap::ValueEnum;
+use kvbroker::model::{KvType, ModelShape};
+use kvbroker::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, PackingError, Placement};
+use kvbroker::plan::{Board, Options, Plan};
+use kvbroker::size::Size;
+use nix::unistd::{SysconfVar, sysconf};
+use std::io::Write;
+use std::path::PathBuf;
+
+/// The options of `kvbctl plan`.
+#[derive(Debug, clap::Args)]
+pub struct Args {
+    /// The model: a Hugging Face config.json, a directory that holds one, or a GGUF file. Given again: further models
+    /// that share the pool
+    #[arg(long, required = true, value_name = "FILE")]
+    config: Vec<PathBuf>,
+    /// The pool
+    #[arg(long, default_value = "256M", value_name = "SIZE")]
+    pool: Size,
+    /// Tokens in a block: a power of two
+    #[arg(long, default_value_t = 16, value_name = "N")]
+    tokens_per_block: u32,
+    /// The longest session, in tokens
+    #[arg(long, default_value_t = 2048, value_name = "TOKENS")]
+    context: u32,
+    /// Sessions at the same time
+    #[arg(long, default_value_t = 4, value_name = "N")]
+    sessions: u32,
+    /// Tokens that a session holds at a time, for the paged account [default: a quarter of --context]
+    #[arg(long, value_name = "TOKENS")]
+    live: Option<u32>,
+    /// Element type of K and V: f16, bf16, f32, int8, q8_0 or q4_0
+    #[arg(long, default_value_t = KvType::F16, value_name = "TYPE")]
+    kv_type: KvType,
+    /// Extent size: auto, block (one file descriptor for each block), or a size
+    #[arg(long, default_value_t = ExtentSize::Auto, value_name = "auto|block|SIZE")]
+    extent: ExtentSize,
+    /// Where the pool lies
+    #[arg(long, value_enum, default_value_t = Backend::DmaHeap)]
+    backend: Backend,
+    /// The board's page size [default: this machine's]
+    #[arg(long, value_name = "SIZE")]
+    page_size: Option<Size>,
+    /// The board's CONFIG_CMA_ALIGNMENT: buffers start on a boundary of up to 2^N pages
+    #[arg(long, default_value_t = CMA_ALIGNMENT_ORDER, value_name = "N")]
+    cma_alignment: u32,
+    /// All memory of the board, for the account of the whole board
+    #[arg(long, value_name = "SIZE", requires_all = ["base", "weights"])]
+    ram: Option<Size>,
+    /// What the system and its applications take of it
+    #[arg(long, value_name = "SIZE", requires = "ram")]
+    base: Option<Size>,
+    /// What the model's weights take of it
+    #[arg(long, value_name = "SIZE", requires = "ram")]
+    weights: Option<Size>,
+    /// Print JSON; sizes are in bytes
+    #[arg(long)]
+    json: bool,
+}
+
+/// What the kernel makes extents of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Backend {
+    /// A dma-heap over CMA: contiguous, and aligned by the kernel
+    DmaHeap,
+    /// dma-bufs over memfd pages
+    Udmabuf,
+    /// memfd pages
+    Memfd,
+    /// The system dma-heap: scattered pages
+    System,
+}
+
+impl Args {
+    pub fn run(self, out: &mut impl Write) -> Result<(), Failure> {
+        let options = self.options()?;
+        let models = self
+            .config
+            .iter()
+            .map(|path| ModelShape::from_path(path).map_err(refuse))
+            .collect::<Result<Vec<_>, _>>()?;
+        let Some((model, beside)) = models.split_first() else {
+            return Err(Failure::Refused("no model given".to_owned()));
+        };
+        let plan = Plan::new(model, beside, &options).map_err(refuse)?;
+        if self.json { print_json(out, &plan) } else { Ok(write!(out, "{plan}")?) }
+    }
+
+    fn options(&self) -> Result<Options, Failure> {
+        let board = match (self.ram, self.base, self.weights) {
+            (Some(ram), Some(base), Some(weights)) => {
+                Some(Board { ram: ram.bytes(), base: base.bytes(), weights: weights.bytes() })
+            }
+            _ => None,
+        };
+        Ok(Options {
+            pool: self.pool.bytes(),
+            placement: self.placement().map_err(refuse)?,
+            extent: self.extent,
+            tokens_per_block: self.tokens_per_block,
+            context: self.context,
+            sessions: self.sessions,
+            live: self.live,
+            kv: self.kv_type,
+            board,
+        })
+    }
+
+    fn placement(&self) -> Result<Placement, PackingError> {
+        let page = self.page_size.map_or_else(machine_page, Size::bytes);
+        match self.backend {
+            Backend::DmaHeap => Placement::cma(page, self.cma_alignment),
+            Backend::Udmabuf | Backend::Memfd | Backend::System => Placement::pages(page),
+        }
+    }
+}
+
+/// This machine's page size; 4 KiB should the system not say.
+fn machine_page() -> u64 {
+    sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|n| u64::try_from(n).ok()).unwrap_or(4096)
+}
+
+fn refuse(error: impl std::error::Error) -> Failure {
+    Failure::Refused(error.to_string())
+}

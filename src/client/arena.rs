@@ -1,0 +1,229 @@
+//! The address range in which a process sees the pool.
+//!
+//! Owns one reserved range with a place for every extent the client may come to hold, the mappings in it, and the
+//! descriptors behind them. Invariants: a place that is occupied is mapped whole, readable and writable, until
+//! [`Arena::unmap`]; a place that is not gives a fault; nothing is mapped over an occupied place. Offsets of blocks in
+//! the range are what block tables hold, so one base address serves all of them.
+
+#![allow(unsafe_code)]
+
+use std::collections::HashMap;
+use std::io;
+use std::os::fd::{AsFd, AsRawFd, OwnedFd};
+use std::ptr::NonNull;
+use std::sync::atomic::{AtomicU32, Ordering};
+use std::sync::{Mutex, MutexGuard};
+
+use crate::id::ExtentId;
+
+/// A place in the arena: the n-th extent-sized piece.
+pub(super) type Position = u32;
+
+#[derive(Debug)]
+struct Occupied {
+    position: Position,
+    fd: OwnedFd,
+}
+
+#[derive(Debug, Default)]
+struct Places {
+    by_id: HashMap<ExtentId, Occupied>,
+    free: Vec<Position>,
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Arena {
+    base: NonNull<u8>,
+    bytes: usize,
+    extent_bytes: usize,
+    places: Mutex<Places>,
+    /// Which extent is at each position, 0 for none: the same as in `places`, for the data path.
+    ids: Box<[AtomicU32]>,
+}
+
+// SAFETY: the range belongs to the arena alone, its address never changes, and the table of places is behind a lock.
+// What lies in the range is shared memory, which only raw pointers touch.
+unsafe impl Send for Arena {}
+// SAFETY: as for Send.
+unsafe impl Sync for Arena {}
+
+impl Arena {
+    /// Reserves room for `extents` extents, without memory behind it.
+    pub fn new(extents: u32, extent_bytes: usize) -> io::Result<Self> {
+        let too_big =
+            || io::Error::new(io::ErrorKind::InvalidInput, "the pool is larger than the address space");
+        let bytes = (extents as usize).checked_mul(extent_bytes).ok_or_else(too_big)?;
+        let base = reserve(None, bytes)?;
+        // The lowest place first, so that a small client stays in a small part of the range.
+        let places = Places { free: (0..extents).rev().collect(), ..Places::default() };
+        let ids = std::iter::repeat_with(AtomicU32::default).take(extents as usize).collect();
+        Ok(Arena { base, bytes, extent_bytes, places: Mutex::new(places), ids })
+    }
+
+    fn places(&self) -> MutexGuard<'_, Places> {
+        self.places.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// The start of the range.
+    pub fn base(&self) -> *mut u8 {
+        self.base.as_ptr()
+    }
+
+    /// How many extents fit.
+    pub fn capacity(&self) -> u32 {
+        (self.bytes / self.extent_bytes) as u32
+    }
+
+    /// Where an extent is mapped, if it is.
+    pub fn position(&self, extent: ExtentId) -> Option<Position> {
+        self.places().by_id.get(&extent).map(|o| o.position)
+    }
+
+    /// Which extent is mapped there.
+    pub fn extent_at(&self, position: Position) -> Option<ExtentId> {
+        match self.ids[position as usize].load(Ordering::Acquire) {
+            0 => None,
+            id => Some(ExtentId(id)),
+        }
+    }
+
+    /// Offset in the range, in units of 4 KiB, of byte `offset` of the extent at `position`.
+    pub fn page(&self, position: Position, offset: usize) -> u32 {
+        ((position as usize * self.extent_bytes + offset) >> crate::attention::PAGE_SHIFT) as u32
+    }
+
+    /// Maps an extent, all its pages present, and keeps its descriptor.
+    pub fn map(&self, extent: ExtentId, fd: OwnedFd) -> io::Result<Position> {
+        let mut places = self.places();
+        if let Some(known) = places.by_id.get(&extent) {
+            return Ok(known.position);
+        }
+        let full = || {
+            io::Error::new(io::ErrorKind::OutOfMemory, "more extents are mapped than the pool should have")
+        };
+        let position = places.free.pop().ok_or_else(full)?;
+        let at = position as usize * self.extent_bytes;
+        // SAFETY: the place is inside the range and free, so the new mapping replaces only the reservation.
+        let mapped = unsafe { map_fixed(self.base().add(at), self.extent_bytes, fd.as_fd(), 0, true) };
+        if let Err(e) = mapped {
+            places.free.push(position);
+            return Err(e);
+        }
+        places.by_id.insert(extent, Occupied { position, fd });
+        self.ids[position as usize].store(extent.0, Ordering::Release);
+        Ok(position)
+    }
+
+    /// Unmaps an extent and closes its descriptor; `None` if it is not mapped.
+    pub fn unmap(&self, extent: ExtentId) -> Option<Position> {
+        let mut places = self.places();
+        let gone = places.by_id.remove(&extent)?;
+        self.ids[gone.position as usize].store(0, Ordering::Release);
+        let at = gone.position as usize * self.extent_bytes;
+        // SAFETY: the place was occupied by this extent alone; callers unmap only what no block table names.
+        let reserved = unsafe { reserve(Some(self.base().add(at)), self.extent_bytes) };
+        if reserved.is_ok() {
+            places.free.push(gone.position);
+        }
+        Some(gone.position)
+    }
+
+    /// Maps `bytes` bytes from `offset` of an extent at `address` too, for a view.
+    ///
+    /// # Safety
+    /// `address..address + bytes` is the caller's, and nothing refers to what was mapped there.
+    pub unsafe fn alias(
+        &self,
+        extent: ExtentId,
+        offset: usize,
+        bytes: usize,
+        address: *mut u8,
+        writable: bool,
+    ) -> io::Result<()> {
+        let places = self.places();
+        let gone = || io::Error::new(io::ErrorKind::NotFound, "the extent is not mapped");
+        let fd = places.by_id.get(&extent).ok_or_else(gone)?.fd.as_fd();
+        // SAFETY: passed on to the caller.
+        unsafe { map_fixed(address, bytes, fd, offset, writable) }
+    }
+}
+
+impl Drop for Arena {
+    fn drop(&mut self) {
+        // SAFETY: the range was reserved by this arena and nothing outlives it that points into it.
+        unsafe { libc::munmap(self.base().cast(), self.bytes) };
+    }
+}
+
+/// A private range without access and without memory: anywhere, or over what is at `at` now.
+fn reserve(at: Option<*mut u8>, bytes: usize) -> io::Result<NonNull<u8>> {
+    let fixed = if at.is_some() { libc::MAP_FIXED } else { 0 };
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | fixed;
+    let at = at.unwrap_or(std::ptr::null_mut());
+    // SAFETY: without an address the kernel chooses free addresses; with one, the caller owns what is there.
+    let got = unsafe { libc::mmap(at.cast(), bytes, libc::PROT_NONE, flags, -1, 0) };
+    pointer(got)
+}
+
+/// A private range that reads as zero and must not be written: what a view is before blocks are in it.
+///
+/// # Safety
+/// With an address, the caller owns `at..at + bytes` and nothing refers to what was mapped there.
+pub(super) unsafe fn map_zero(at: Option<*mut u8>, bytes: usize, replace: bool) -> io::Result<NonNull<u8>> {
+    let place = match (at, replace) {
+        (None, _) => 0,
+        (Some(_), true) => libc::MAP_FIXED,
+        (Some(_), false) => libc::MAP_FIXED_NOREPLACE,
+    };
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE | place;
+    let at = at.unwrap_or(std::ptr::null_mut());
+    // SAFETY: the caller owns what is at the address, or there is nothing (NOREPLACE), or the kernel chooses.
+    let got = unsafe { libc::mmap(at.cast(), bytes, libc::PROT_READ, flags, -1, 0) };
+    let got = pointer(got)?;
+    // SAFETY: the range was just mapped. A child has no use for it.
+    unsafe { libc::madvise(got.as_ptr().cast(), bytes, libc::MADV_DONTFORK) };
+    Ok(got)
+}
+
+/// Ends a range of [`map_zero`] and whatever was mapped over it.
+///
+/// # Safety
+/// The caller owns the range and nothing refers to it any more.
+pub(super) unsafe fn unmap(at: *mut u8, bytes: usize) {
+    // SAFETY: passed on to the caller.
+    unsafe { libc::munmap(at.cast(), bytes) };
+}
+
+fn pointer(got: *mut libc::c_void) -> io::Result<NonNull<u8>> {
+    if got == libc::MAP_FAILED {
+        return Err(io::Error::last_os_error());
+    }
+    NonNull::new(got.cast()).ok_or_else(|| io::Error::other("the kernel mapped at address 0"))
+}
+
+/// Maps part of a buffer at a fixed address, with all pages present.
+///
+/// # Safety
+/// The caller owns `at..at + bytes` and nothing refers to what was mapped there.
+unsafe fn map_fixed(
+    at: *mut u8,
+    bytes: usize,
+    fd: std::os::fd::BorrowedFd<'_>,
+    offset: usize,
+    writable: bool,
+) -> io::Result<()> {
+    let prot = libc::PROT_READ | if writable { libc::PROT_WRITE } else { 0 };
+    let flags = libc::MAP_SHARED | libc::MAP_FIXED | libc::MAP_POPULATE;
+    // SAFETY: passed on to the caller.
+    let got = unsafe { libc::mmap(at.cast(), bytes, prot, flags, fd.as_raw_fd(), offset as libc::off_t) };
+    let got = pointer(got)?;
+    // SAFETY: the range was just mapped. A child must not hold extents: it would count as a holder of a dma-buf.
+    unsafe { libc::madvise(got.as_ptr().cast(), bytes, libc::MADV_DONTFORK) };
+    // MAP_POPULATE does nothing for a dma-buf: the first touch of each page maps it.
+    for page in (0..bytes).step_by(crate::map::page_bytes()) {
+        // SAFETY: inside the range that was just mapped readable.
+        unsafe { got.as_ptr().add(page).read_volatile() };
+    }
+    Ok(())
+}

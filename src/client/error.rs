@@ -1,0 +1,88 @@
+//! What can go wrong for a client, and whose fault it is.
+
+use std::io;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use thiserror::Error;
+
+use crate::wire::Fault;
+
+/// An error of the client library. After any of them the client and its sessions are as they were before the call,
+/// unless the variant says otherwise.
+#[derive(Debug, Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// Nobody listens there.
+    #[error(
+        "no broker at {path}: {source}; start kvbrokerd, set KVBROKER_SOCKET, or set KVBROKER_BACKEND=embedded to run without one"
+    )]
+    NotReachable {
+        /// The socket.
+        path: PathBuf,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// The broker said no, and why.
+    #[error("{}: {text}", fault.name())]
+    Refused {
+        /// Whose fault.
+        fault: Fault,
+        /// What was needed, in the unit that the text names; 0 if it says nothing.
+        needed: u64,
+        /// What there was.
+        available: u64,
+        /// The broker's words.
+        text: String,
+    },
+    /// The connection is gone. What is held stays usable for reading and writing; it cannot grow.
+    #[error(
+        "session-lost: the broker is gone ({0}); what is held can be used to the end, growing needs a new client"
+    )]
+    Lost(String),
+    /// The broker did not answer in time. A late answer is taken in when it comes.
+    #[error("the broker did not answer within {0:?}")]
+    Timeout(Duration),
+    /// The broker's answer is not what the protocol says.
+    #[error("the broker's answer makes no sense: {0}")]
+    Protocol(String),
+    /// The caller asked for something that cannot be.
+    #[error("{0}")]
+    Invalid(String),
+    /// The kernel would not map memory.
+    #[error("mapping {what}: {source}")]
+    Map {
+        /// What was to be mapped.
+        what: String,
+        /// What the kernel said.
+        source: io::Error,
+    },
+    /// A view would need more mappings than a process may have.
+    #[error(
+        "a view of {needed} mappings does not fit: {used} of the {limit} that vm.max_map_count allows are in use; use a smaller capacity, more tokens per block, or raise the sysctl"
+    )]
+    TooManyMappings {
+        /// Mappings that the view would need.
+        needed: usize,
+        /// Mappings in use or promised.
+        used: usize,
+        /// The limit.
+        limit: usize,
+    },
+    /// This process is a fork of the one that made the client.
+    #[error("this process was forked after the client was made: make a client of its own")]
+    Forked,
+    /// The embedded broker could not take its memory.
+    #[error(transparent)]
+    Heap(#[from] crate::heap::HeapError),
+}
+
+impl Error {
+    /// The broker's verdict, if it is one.
+    pub fn fault(&self) -> Option<Fault> {
+        match self {
+            Error::Refused { fault, .. } => Some(*fault),
+            _ => None,
+        }
+    }
+}

@@ -1,0 +1,306 @@
+//! The way to the broker: a socket, or a broker in this very process.
+//!
+//! Owns the connection and the numbering of requests. Invariants: every reply is matched to its request by number; a
+//! reply that comes after its caller has given up, or that answers a request nobody waits for, is kept and handed to
+//! the client with the next call, so no grant is ever lost; after the connection has failed once, everything fails.
+
+use std::collections::VecDeque;
+use std::os::fd::{AsFd, OwnedFd};
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::{Duration, Instant};
+
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+
+use super::Error;
+use crate::broker::{Broker, Peer};
+use crate::heap::Heap;
+use crate::id::ClientId;
+use crate::seqpacket::SeqPacket;
+use crate::wire::{self, Event, Fault, Header, MAX_MESSAGE, Reader, Verb, Writer};
+
+/// A message from the broker, with what came with it.
+#[derive(Debug)]
+pub(super) struct Message {
+    pub opcode: u16,
+    pub fault: u16,
+    pub sequence: u64,
+    pub body: Vec<u8>,
+    pub fds: Vec<OwnedFd>,
+    /// Descriptors were sent that this process has no room for; `fds` is empty.
+    pub fds_lost: bool,
+}
+
+impl Message {
+    fn parse(bytes: &[u8], fds: Vec<OwnedFd>, fds_lost: bool) -> Result<Self, Error> {
+        let (header, body) = wire::split(bytes).map_err(|e| Error::Protocol(e.to_string()))?;
+        let Header { opcode, fault, sequence, .. } = *header;
+        let (opcode, fault) = (opcode.get(), fault.get());
+        Ok(Message { opcode, fault, sequence: sequence.get(), body: body.to_vec(), fds, fds_lost })
+    }
+
+    /// The event, if it is one.
+    pub fn event(&self) -> Option<Event> {
+        (self.sequence == 0).then(|| Event::from_code(self.opcode & !wire::EVENT)).flatten()
+    }
+
+    /// The verb that this answers, unless it is a refusal: then the error.
+    pub fn verdict(&self) -> Result<Verb, Error> {
+        let protocol = |what: String| Error::Protocol(what);
+        if self.fault != 0 {
+            let mut r = Reader::new("a refusal", &self.body);
+            let refusal: wire::Refusal = *r.one().map_err(|e| protocol(e.to_string()))?;
+            let fault =
+                Fault::from_code(self.fault).ok_or_else(|| protocol(format!("fault {}", self.fault)))?;
+            let (needed, available) = (refusal.needed.get(), refusal.available.get());
+            return Err(Error::Refused { fault, needed, available, text: r.text() });
+        }
+        let verb = Verb::from_code(self.opcode & !wire::REPLY).filter(|_| self.opcode & wire::REPLY != 0);
+        verb.ok_or_else(|| protocol(format!("opcode {:#x}", self.opcode)))
+    }
+}
+
+/// A broker inside this process, which several clients may share.
+#[derive(Debug, Clone)]
+pub struct Embedded {
+    shared: Arc<Mutex<Inside>>,
+}
+
+#[derive(Debug)]
+struct Inside {
+    broker: Broker,
+    mail: Vec<(ClientId, Message)>,
+}
+
+impl Embedded {
+    /// A broker over `heap`, without a daemon.
+    pub fn new(broker: Broker) -> Self {
+        Embedded { shared: Arc::new(Mutex::new(Inside { broker, mail: Vec::new() })) }
+    }
+
+    fn inside(&self) -> MutexGuard<'_, Inside> {
+        self.shared.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+    }
+
+    /// Looks at the broker, or checks it.
+    pub fn with<T>(&self, look: impl FnOnce(&mut Broker) -> T) -> T {
+        look(&mut self.inside().broker)
+    }
+
+    pub(super) fn connect(&self, uid: u32) -> Result<Link, Error> {
+        let peer = Peer { uid, pid: std::process::id() as i32 };
+        let id = self.with(|b| b.connect(peer)).map_err(|e| Error::Invalid(e.to_string()))?;
+        Ok(Link::new(Way::Inside { broker: self.clone(), id }))
+    }
+}
+
+impl Inside {
+    /// Does the worker's jobs on the spot and collects what comes of it.
+    fn settle(&mut self) {
+        let heap: Arc<dyn Heap> = self.broker.heap();
+        loop {
+            for job in self.broker.jobs() {
+                let done = job.run(&*heap);
+                self.broker.done(done);
+            }
+            let outputs = self.broker.outputs();
+            if outputs.is_empty() {
+                return;
+            }
+            for output in outputs {
+                let copy = |b: &Arc<crate::heap::Buffer>| b.fd().map(|fd| fd.try_clone_to_owned());
+                let fds: Result<Vec<_>, _> = output.buffers.iter().filter_map(copy).collect();
+                match fds
+                    .map_err(|e| Error::Protocol(e.to_string()))
+                    .and_then(|fds| Message::parse(&output.message, fds, false))
+                {
+                    Ok(message) => self.mail.push((output.to, message)),
+                    Err(e) => log::error!("a message of the embedded broker is lost: {e}"),
+                }
+            }
+        }
+    }
+}
+
+#[derive(Debug)]
+enum Way {
+    Socket { socket: SeqPacket, buffer: Box<[u8]> },
+    Inside { broker: Embedded, id: ClientId },
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Link {
+    way: Way,
+    sequence: u64,
+    lost: Option<String>,
+    /// Messages for the client that no caller waits for: events, and late or unasked-for replies.
+    pub aside: VecDeque<Message>,
+}
+
+impl Link {
+    fn new(way: Way) -> Self {
+        Link { way, sequence: 0, lost: None, aside: VecDeque::new() }
+    }
+
+    /// Connects to the broker at `path`.
+    pub fn connect(path: &Path) -> Result<Self, Error> {
+        let not_reachable =
+            |e: nix::Error| Error::NotReachable { path: PathBuf::from(path), source: e.into() };
+        let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None);
+        let fd = fd.map_err(not_reachable)?;
+        let address = UnixAddr::new(path).map_err(not_reachable)?;
+        connect(std::os::fd::AsRawFd::as_raw_fd(&fd), &address).map_err(not_reachable)?;
+        let flags = nix::fcntl::OFlag::O_NONBLOCK;
+        nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFL(flags)).map_err(not_reachable)?;
+        let buffer = vec![0; MAX_MESSAGE].into_boxed_slice();
+        Ok(Link::new(Way::Socket { socket: fd.into(), buffer }))
+    }
+
+    /// The socket, to wait on for events.
+    pub fn fd(&self) -> Option<std::os::fd::BorrowedFd<'_>> {
+        match &self.way {
+            Way::Socket { socket, .. } => Some(socket.as_fd()),
+            Way::Inside { .. } => None,
+        }
+    }
+
+    /// Number of the request that was sent last.
+    pub fn last_sequence(&self) -> u64 {
+        self.sequence
+    }
+
+    pub fn is_lost(&self) -> bool {
+        self.lost.is_some()
+    }
+
+    /// Sends a request and waits for its reply.
+    pub fn call(
+        &mut self,
+        verb: Verb,
+        session: u64,
+        timeout: Duration,
+        fill: impl FnOnce(&mut Writer),
+    ) -> Result<Message, Error> {
+        let deadline = Instant::now() + timeout;
+        let sequence = self.send(verb, session, timeout, fill)?;
+        loop {
+            let late = Error::Timeout(timeout);
+            let left = deadline.checked_duration_since(Instant::now());
+            let Some(message) = self.receive(left.unwrap_or_default())? else {
+                // Not knowing whether it was done, the two sides could disagree about blocks from here on. The socket
+                // stays open, so that the broker takes nothing away.
+                if !verb.may_come_late() {
+                    self.lost = Some(late.to_string());
+                }
+                return Err(late);
+            };
+            if message.sequence == sequence {
+                message.verdict()?;
+                return Ok(message);
+            }
+            self.aside.push_back(message);
+        }
+    }
+
+    /// Sends a request whose reply will be found aside.
+    pub fn send(
+        &mut self,
+        verb: Verb,
+        session: u64,
+        timeout: Duration,
+        fill: impl FnOnce(&mut Writer),
+    ) -> Result<u64, Error> {
+        if let Some(why) = &self.lost {
+            return Err(Error::Lost(why.clone()));
+        }
+        self.sequence += 1;
+        let mut w = Writer::request(verb, self.sequence, session);
+        fill(&mut w);
+        let message = w.finish();
+        match &mut self.way {
+            Way::Inside { broker, id } => {
+                let mut inside = broker.inside();
+                inside.broker.request(*id, &message);
+                inside.settle();
+            }
+            Way::Socket { socket, .. } => {
+                let deadline = Instant::now() + timeout;
+                while let Err(e) = socket.send(&message, &[]) {
+                    if e.kind() != std::io::ErrorKind::WouldBlock {
+                        return Err(self.lose(e.to_string()));
+                    }
+                    let left = deadline.checked_duration_since(Instant::now());
+                    if !left.is_some_and(|left| wait(socket, PollFlags::POLLOUT, left)) {
+                        return Err(Error::Timeout(timeout));
+                    }
+                }
+            }
+        }
+        Ok(self.sequence)
+    }
+
+    /// The next message that is there already, or that comes within `timeout`.
+    fn receive(&mut self, timeout: Duration) -> Result<Option<Message>, Error> {
+        let received = match &mut self.way {
+            Way::Inside { broker, id } => {
+                let mail = &mut broker.inside().mail;
+                let mine = mail.iter().position(|(to, _)| to == id);
+                return Ok(mine.map(|i| mail.remove(i).1));
+            }
+            Way::Socket { socket, buffer } => {
+                let mut received = socket.recv(buffer);
+                if matches!(&received, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock) {
+                    if timeout.is_zero() || !wait(socket, PollFlags::POLLIN, timeout) {
+                        return Ok(None);
+                    }
+                    received = socket.recv(buffer);
+                }
+                received.map(|r| Message::parse(&buffer[..r.bytes], r.fds, r.fds_lost))
+            }
+        };
+        match received {
+            Ok(Ok(message)) => Ok(Some(message)),
+            Ok(Err(_)) => Err(self.lose("it has closed the connection".into())),
+            Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => Ok(None),
+            Err(e) => Err(self.lose(e.to_string())),
+        }
+    }
+
+    /// Takes in, without waiting, whatever has come.
+    pub fn drain(&mut self) {
+        while let Ok(Some(message)) = self.receive(Duration::ZERO) {
+            self.aside.push_back(message);
+        }
+    }
+
+    fn lose(&mut self, why: String) -> Error {
+        self.lost = Some(why.clone());
+        Error::Lost(why)
+    }
+}
+
+impl Drop for Link {
+    fn drop(&mut self) {
+        if let Way::Inside { broker, id } = &self.way {
+            let mut inside = broker.inside();
+            inside.broker.disconnect(*id);
+            inside.settle();
+            inside.mail.retain(|(to, _)| to != id);
+        }
+    }
+}
+
+/// Whether the socket became ready in time.
+fn wait(socket: &SeqPacket, flags: PollFlags, timeout: Duration) -> bool {
+    // Rounded up, so that a wait of less than a millisecond does not spin.
+    let ms = timeout.as_millis().saturating_add(1).min(i32::MAX as u128) as i32;
+    let mut fds = [PollFd::new(socket.as_fd(), flags)];
+    loop {
+        match poll(&mut fds, PollTimeout::try_from(ms).unwrap_or(PollTimeout::MAX)) {
+            Err(nix::Error::EINTR) => continue,
+            result => return result.is_ok_and(|n| n > 0),
+        }
+    }
+}

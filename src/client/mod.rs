@@ -1,0 +1,612 @@
+//! The client library: what an inference engine links.
+//!
+//! Owns the connection, the mapped extents and the credit of this process. A [`Client`] is shared by its threads; each
+//! token sequence is a [`Session`], which one thread uses at a time. Invariants: the data path makes no system call
+//! while credit lasts; a refusal comes before anything has been written; what a session holds stays readable and
+//! writable whatever becomes of the broker.
+//!
+//! ```no_run
+//! use kvbroker::client::{Client, OpenOptions};
+//! use kvbroker::profile::{Kv, Profile};
+//!
+//! # fn main() -> Result<(), kvbroker::client::Error> {
+//! let client = Client::connect()?;
+//! let profile = client.profile(&Profile::reference())?;
+//! let mut session = client.open(&profile, OpenOptions { model: "my-model".into(), ..Default::default() })?;
+//! let prompt = [1, 2, 3];
+//! let held = session.attach(&prompt)?; // tokens whose KV is there already
+//! session.ensure(prompt.len())?; // room for the rest
+//! for token in held..prompt.len() {
+//!     for layer in 0..24 {
+//!         session.write_row(token, layer, Kv::K, &[0; 512])?;
+//!         session.write_row(token, layer, Kv::V, &[0; 512])?;
+//!     }
+//! }
+//! session.seal(&prompt)?; // whole blocks can be shared from here on
+//! # Ok(())
+//! # }
+//! ```
+
+mod arena;
+mod credit;
+mod error;
+mod link;
+mod session;
+mod view;
+
+use std::collections::HashMap;
+use std::os::fd::{AsRawFd, RawFd};
+use std::path::{Path, PathBuf};
+use std::sync::atomic::AtomicUsize;
+use std::sync::{Arc, Mutex, MutexGuard};
+use std::time::Duration;
+
+use sha2::{Digest, Sha256};
+
+pub use error::Error;
+pub use link::Embedded;
+pub use session::{Session, SessionStats};
+pub use view::PlaneView;
+
+use crate::broker::{Broker, Policy};
+use crate::heap::{Backend, Memfd};
+use crate::id::{BlockId, ExtentId, Place};
+use crate::profile::{Plane, Profile};
+use crate::wire::{self, Event, ExtentInfo, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS, Reader, Verb, Writer};
+use arena::Arena;
+use credit::{Credits, Spare};
+use link::{Link, Message};
+
+/// Where the broker listens unless `KVBROKER_SOCKET` says otherwise.
+pub const DEFAULT_SOCKET: &str = "/run/kvbroker/kvbroker.sock";
+
+/// How to reach a broker.
+#[derive(Debug, Clone)]
+pub struct ClientOptions {
+    /// The program's name for people; by default the name of the executable.
+    pub label: String,
+    /// The longest that a call may wait for the broker.
+    pub timeout: Duration,
+    /// Blocks to have ahead of need. With 1, a decoding session finds its next block already there when it crosses a
+    /// block's end, and at most one block per process lies idle.
+    pub credit_ahead: u32,
+}
+
+impl Default for ClientOptions {
+    fn default() -> Self {
+        let exe = std::env::current_exe().ok();
+        let name = exe.as_deref().and_then(Path::file_name).map(|n| n.to_string_lossy().into_owned());
+        ClientOptions {
+            label: name.unwrap_or_else(|| "unnamed".into()),
+            timeout: Duration::from_secs(5),
+            credit_ahead: 1,
+        }
+    }
+}
+
+/// How to open a session.
+#[derive(Debug, Clone)]
+pub struct OpenOptions {
+    /// The session's name for people, up to 32 bytes.
+    pub label: String,
+    /// Whatever tells this model's weights from others': sessions share prefixes only under the same text.
+    pub model: String,
+    /// The longest length in tokens, if it is known: one that can never fit is refused at once.
+    pub max_tokens: Option<u64>,
+    /// Zero blocks that this process has used before, when they are used again. Whoever reads whole tiles of a block,
+    /// beyond the tokens that are written, needs it.
+    pub zero: bool,
+}
+
+impl Default for OpenOptions {
+    fn default() -> Self {
+        OpenOptions { label: String::new(), model: String::new(), max_tokens: None, zero: true }
+    }
+}
+
+/// How to run a broker in this process.
+#[derive(Debug, Clone)]
+pub struct EmbeddedOptions {
+    /// Bytes of the pool; rounded down to whole extents.
+    pub pool_bytes: u64,
+    /// Bytes of one extent.
+    pub extent_bytes: u64,
+}
+
+impl Default for EmbeddedOptions {
+    fn default() -> Self {
+        EmbeddedOptions { pool_bytes: 256 << 20, extent_bytes: 3 << 20 }
+    }
+}
+
+/// What the broker said at the start.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct BrokerInfo {
+    /// Identifies this run of the broker.
+    pub instance: u64,
+    /// This process's tenant: its uid.
+    pub tenant: u32,
+    /// Bytes of one extent.
+    pub extent_bytes: u64,
+    /// Extents in the pool.
+    pub extents: u32,
+    /// The kind of memory.
+    pub backend: Backend,
+}
+
+/// How much of a format there is, in blocks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Room {
+    /// The most that this tenant could ever hold.
+    pub capacity: u64,
+    /// What it could be granted now.
+    pub free: u64,
+    /// What it holds now, credit included.
+    pub held: u64,
+}
+
+/// A connection to a broker. Cheap to clone; all clones are one connection, which ends with the last clone and the
+/// last session.
+#[derive(Debug, Clone)]
+pub struct Client {
+    shared: Arc<Shared>,
+}
+
+/// A profile that the broker knows.
+#[derive(Debug, Clone)]
+pub struct ClientProfile {
+    format: Arc<Format>,
+    client: Arc<Shared>,
+}
+
+#[derive(Debug)]
+struct Format {
+    id: u32,
+    profile: Profile,
+    planes: Vec<[Plane; 2]>,
+    slot_bytes: usize,
+    credits: Credits,
+    sessions: AtomicUsize,
+}
+
+#[derive(Debug)]
+struct Shared {
+    link: Mutex<Link>,
+    arena: Arena,
+    formats: Mutex<Vec<Arc<Format>>>,
+    /// Which format a request for blocks was about, until its reply has been taken in.
+    asked: Mutex<HashMap<u64, Arc<Format>>>,
+    info: BrokerInfo,
+    options: ClientOptions,
+    made_by: u32,
+}
+
+impl Client {
+    /// Connects to the broker at `KVBROKER_SOCKET`, or at its usual place. With `KVBROKER_BACKEND=embedded` there is
+    /// none: the pool is this process's own.
+    pub fn connect() -> Result<Self, Error> {
+        Client::connect_with(ClientOptions::default())
+    }
+
+    /// [`connect`](Self::connect) with options.
+    pub fn connect_with(options: ClientOptions) -> Result<Self, Error> {
+        match std::env::var("KVBROKER_BACKEND").as_deref() {
+            Ok("embedded") => Client::embedded_with(EmbeddedOptions::default(), options),
+            Ok(other) if !other.is_empty() => {
+                let text = format!(
+                    "KVBROKER_BACKEND={other}: the only value is embedded; leave it unset for a broker"
+                );
+                Err(Error::Invalid(text))
+            }
+            _ => {
+                let path = std::env::var_os("KVBROKER_SOCKET").map(PathBuf::from);
+                Client::connect_to(&path.unwrap_or_else(|| DEFAULT_SOCKET.into()), options)
+            }
+        }
+    }
+
+    /// Connects to the broker at `socket`.
+    pub fn connect_to(socket: &Path, options: ClientOptions) -> Result<Self, Error> {
+        Client::start(Link::connect(socket)?, options)
+    }
+
+    /// A pool of this process's own, over memfd.
+    pub fn embedded(options: EmbeddedOptions) -> Result<Self, Error> {
+        Client::embedded_with(options, ClientOptions::default())
+    }
+
+    fn embedded_with(embedded: EmbeddedOptions, options: ClientOptions) -> Result<Self, Error> {
+        let extents = u32::try_from(embedded.pool_bytes / embedded.extent_bytes.max(1)).unwrap_or(u32::MAX);
+        let heap = Arc::new(Memfd::new(false));
+        let broker = Broker::new(heap, embedded.extent_bytes, extents, extents, Policy::default())?;
+        Client::on(&Embedded::new(broker), nix::unistd::getuid().as_raw(), options)
+    }
+
+    /// A client of a broker in this process, as the tenant `uid`: for tests and simulations.
+    pub fn on(broker: &Embedded, uid: u32, options: ClientOptions) -> Result<Self, Error> {
+        Client::start(broker.connect(uid)?, options)
+    }
+
+    fn start(mut link: Link, options: ClientOptions) -> Result<Self, Error> {
+        let hello = wire::Hello {
+            magic: wire::MAGIC.into(),
+            version: wire::VERSION.into(),
+            label: wire::label(&options.label),
+        };
+        let reply = link.call(Verb::Hello, 0, options.timeout, |w| {
+            w.put(&hello);
+        })?;
+        let welcome: wire::Welcome = read_one(&reply)?;
+        let backend = welcome.backend.get();
+        let info = BrokerInfo {
+            instance: welcome.instance.get(),
+            tenant: welcome.tenant.get(),
+            extent_bytes: welcome.extent_bytes.get(),
+            extents: welcome.extents.get(),
+            backend: Backend::from_code(backend)
+                .ok_or_else(|| Error::Protocol(format!("backend {backend} is not known to this library")))?,
+        };
+        // Twice the pool: an extent that the broker has renewed comes under a new name while the old one may still be
+        // mapped here.
+        let places = info.extents.saturating_mul(2).saturating_add(2);
+        let arena = Arena::new(places, info.extent_bytes as usize)
+            .map_err(|source| Error::Map { what: "the address range of the pool".into(), source })?;
+        let shared = Shared {
+            link: Mutex::new(link),
+            arena,
+            formats: Mutex::new(Vec::new()),
+            asked: Mutex::new(HashMap::new()),
+            info,
+            options,
+            made_by: std::process::id(),
+        };
+        Ok(Client { shared: Arc::new(shared) })
+    }
+
+    /// What the broker said at the start.
+    pub fn info(&self) -> BrokerInfo {
+        self.shared.info
+    }
+
+    /// Registers a geometry. Refused when a block of it does not fit an extent. Profiles of several layer groups are
+    /// not served yet.
+    pub fn profile(&self, profile: &Profile) -> Result<ClientProfile, Error> {
+        if profile.groups().len() != 1 {
+            let text = format!(
+                "profile {} has {} layer groups: one is served so far",
+                profile.name(),
+                profile.groups().len()
+            );
+            return Err(Error::Invalid(text));
+        }
+        let reply = self.shared.call(Verb::Profile, 0, |w| wire::put_profile(w, profile, 0))?;
+        let format: wire::Format = read_one(&reply)?;
+        let mut formats = lock(&self.shared.formats);
+        let known = formats.iter().find(|f| f.id == format.format.get()).cloned();
+        let format = known.unwrap_or_else(|| {
+            let new = Arc::new(Format {
+                id: format.format.get(),
+                planes: profile.planes(0),
+                slot_bytes: format.slot_bytes.get() as usize,
+                credits: Credits::new(self.shared.arena.capacity(), format.blocks_per_extent.get()),
+                profile: profile.clone(),
+                sessions: AtomicUsize::new(0),
+            });
+            formats.push(new.clone());
+            new
+        });
+        Ok(ClientProfile { format, client: self.shared.clone() })
+    }
+
+    /// Opens a session.
+    pub fn open(&self, profile: &ClientProfile, options: OpenOptions) -> Result<Session, Error> {
+        if !Arc::ptr_eq(&profile.client, &self.shared) {
+            return Err(Error::Invalid("the profile was registered on another client".into()));
+        }
+        let open = wire::Open {
+            format: profile.format.id.into(),
+            reserved: 0.into(),
+            max_tokens: options.max_tokens.unwrap_or(0).into(),
+            model: Sha256::digest(&options.model).into(),
+            label: wire::label(&options.label),
+        };
+        let reply = self.shared.call(Verb::Open, 0, |w| {
+            w.put(&open);
+        })?;
+        let opened: wire::Opened = read_one(&reply)?;
+        Ok(Session::new(self.shared.clone(), profile.format.clone(), opened.session.get(), options.zero))
+    }
+
+    /// Takes in what the broker has to say, without waiting: an extent that it wants back, a late answer. Every call
+    /// does that too; who makes no calls for long should do it now and then, or when [`event_fd`](Self::event_fd) is
+    /// readable.
+    pub fn poll(&self) -> Result<(), Error> {
+        self.shared.poll()
+    }
+
+    /// The connection's descriptor, to wait on; `None` when the broker is embedded. It stays the client's.
+    pub fn event_fd(&self) -> Option<RawFd> {
+        lock(&self.shared.link).fd().map(|fd| fd.as_raw_fd())
+    }
+
+    /// Whether the broker has gone.
+    pub fn is_lost(&self) -> bool {
+        lock(&self.shared.link).is_lost()
+    }
+}
+
+impl ClientProfile {
+    /// The geometry.
+    pub fn profile(&self) -> &Profile {
+        &self.format.profile
+    }
+
+    /// Bytes of a block's place in an extent.
+    pub fn slot_bytes(&self) -> usize {
+        self.format.slot_bytes
+    }
+
+    /// Where the planes of a layer lie in a block, K and V.
+    pub fn planes(&self, layer: usize) -> [Plane; 2] {
+        self.format.planes[layer]
+    }
+
+    /// How much of it there is.
+    pub fn room(&self) -> Result<Room, Error> {
+        let query = wire::Query { format: self.format.id.into(), reserved: 0.into() };
+        let reply = self.client.call(Verb::Query, 0, |w| {
+            w.put(&query);
+        })?;
+        let room: wire::Room = read_one(&reply)?;
+        Ok(Room { capacity: room.capacity.get(), free: room.free.get(), held: room.held.get() })
+    }
+
+    /// Takes `blocks` blocks as credit now, all or none, so that growing by as much cannot be refused later.
+    pub fn reserve(&self, blocks: u32) -> Result<(), Error> {
+        let mut left = blocks;
+        let mut got = Vec::new();
+        while left > 0 {
+            let want = left.min(MAX_FDS as u32);
+            let reserve = wire::Reserve { format: self.format.id.into(), want: want.into() };
+            let mut link = self.client.link()?;
+            match self.client.request_blocks(&mut link, &self.format, Verb::Reserve, 0, |w| {
+                w.put(&reserve);
+            }) {
+                Ok(spares) => got.extend(spares),
+                Err(e) => {
+                    drop(link);
+                    self.client.free(&self.format, got)?;
+                    return Err(e);
+                }
+            }
+            left -= want;
+        }
+        got.into_iter().for_each(|spare| self.format.credits.give(spare));
+        Ok(())
+    }
+
+    /// Blocks that this process has ahead of need.
+    pub fn credit(&self) -> u32 {
+        self.format.credits.count()
+    }
+
+    /// Takes a block from credit and gives it back at once: what the bench times. `false` without credit.
+    #[doc(hidden)]
+    pub fn take_and_give_back(&self) -> bool {
+        self.format.credits.take().map(|spare| self.format.credits.give(spare)).is_some()
+    }
+
+    /// Gives all credit back to the broker.
+    pub fn release_credit(&self) -> Result<(), Error> {
+        self.client.release_surplus(&self.format, 0)
+    }
+}
+
+fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+}
+
+fn read_one<T>(message: &Message) -> Result<T, Error>
+where
+    T: zerocopy::FromBytes + zerocopy::Immutable + zerocopy::KnownLayout + zerocopy::Unaligned + Copy,
+{
+    let mut r = Reader::new("the broker's reply", &message.body);
+    let one: T = *r.one().map_err(|e| Error::Protocol(e.to_string()))?;
+    r.end().map_err(|e| Error::Protocol(e.to_string()))?;
+    Ok(one)
+}
+
+impl Shared {
+    fn link(&self) -> Result<MutexGuard<'_, Link>, Error> {
+        // A forked child shares the socket with its parent: one word from it would spoil the parent's conversation.
+        if std::process::id() != self.made_by {
+            return Err(Error::Forked);
+        }
+        Ok(lock(&self.link))
+    }
+
+    fn poll(&self) -> Result<(), Error> {
+        let mut link = self.link()?;
+        link.drain();
+        self.take_in(&mut link)
+    }
+
+    fn call(&self, verb: Verb, session: u64, fill: impl FnOnce(&mut Writer)) -> Result<Message, Error> {
+        let mut link = self.link()?;
+        let reply = link.call(verb, session, self.options.timeout, fill);
+        self.take_in(&mut link)?;
+        reply
+    }
+
+    /// A request whose reply hands over blocks: they are mapped when this returns, and belong to the caller.
+    fn request_blocks(
+        &self,
+        link: &mut Link,
+        format: &Arc<Format>,
+        verb: Verb,
+        session: u64,
+        fill: impl FnOnce(&mut Writer),
+    ) -> Result<Vec<Spare>, Error> {
+        let reply = link.call(verb, session, self.options.timeout, fill);
+        if matches!(reply, Err(Error::Timeout(_))) {
+            // The answer may still come, and with it blocks.
+            lock(&self.asked).insert(link.last_sequence(), format.clone());
+        }
+        self.take_in(link)?;
+        let (_, blocks) = self.take_over_credit(link, reply?)?;
+        Ok(blocks.into_iter().map(|(spare, _)| spare).collect())
+    }
+
+    /// Asks for blocks without waiting; they become credit when the answer is taken in.
+    fn ask_ahead(
+        &self,
+        format: &Arc<Format>,
+        session: u64,
+        fill: impl FnOnce(&mut Writer),
+    ) -> Result<(), Error> {
+        let mut link = self.link()?;
+        let sequence = link.send(Verb::Grow, session, self.options.timeout, fill)?;
+        lock(&self.asked).insert(sequence, format.clone());
+        Ok(())
+    }
+
+    /// Takes in the messages that nobody waited for.
+    fn take_in(&self, link: &mut Link) -> Result<(), Error> {
+        while let Some(message) = link.aside.pop_front() {
+            match message.event() {
+                Some(Event::GiveBack) => self.give_back(link, &message)?,
+                Some(Event::Goodbye) | None if message.sequence == 0 => {}
+                _ => {
+                    let Some(format) = lock(&self.asked).remove(&message.sequence) else { continue };
+                    // Refused ahead of need: the next request that really needs blocks will be told why.
+                    if message.verdict().is_err() {
+                        continue;
+                    }
+                    for (spare, _) in self.take_over_credit(link, message)?.1 {
+                        format.credits.give(spare);
+                    }
+                }
+            }
+        }
+        Ok(())
+    }
+
+    /// Whether an answer to [`ask_ahead`](Self::ask_ahead) is still to come.
+    fn is_asked(&self, format: &Arc<Format>) -> bool {
+        lock(&self.asked).values().any(|f| Arc::ptr_eq(f, format))
+    }
+
+    /// Maps what came with a grant. Returns the tokens that it names, and its blocks with their flags.
+    fn take_over(&self, message: Message) -> Result<(u64, Vec<(Spare, u32)>), Error> {
+        let grant = ParsedGrant::parse(&message)?;
+        if message.fds_lost {
+            let source = std::io::Error::from_raw_os_error(libc::EMFILE);
+            return Err(Error::Map { what: "the descriptors of a grant".into(), source });
+        }
+        if grant.extents.len() != message.fds.len() {
+            let (named, came) = (grant.extents.len(), message.fds.len());
+            return Err(Error::Protocol(format!(
+                "a grant names {named} extents and brings {came} descriptors"
+            )));
+        }
+        for (&id, fd) in grant.extents.iter().zip(message.fds) {
+            let what = || format!("{id} of {} bytes", self.info.extent_bytes);
+            self.arena.map(id, fd).map_err(|source| Error::Map { what: what(), source })?;
+        }
+        let spare = |&(BlockId { place, generation }, flags): &(BlockId, u32)| {
+            let missing = || Error::Protocol(format!("{} was granted without its descriptor", place.extent));
+            let position = self.arena.position(place.extent).ok_or_else(missing)?;
+            Ok((Spare { position, slot: place.slot, generation, zero: flags & wire::ZERO != 0 }, flags))
+        };
+        let blocks = grant.blocks.iter().map(spare).collect::<Result<_, Error>>()?;
+        Ok((grant.tokens, blocks))
+    }
+
+    /// The same for a grant of credit. What cannot be mapped here goes back to the broker, all of it.
+    fn take_over_credit(&self, link: &mut Link, message: Message) -> Result<(u64, Vec<(Spare, u32)>), Error> {
+        let grant = ParsedGrant::parse(&message)?;
+        let taken = self.take_over(message);
+        if taken.is_err() {
+            link.send(Verb::Free, 0, self.options.timeout, |w| {
+                w.put(&wire::Free { count: (grant.blocks.len() as u32).into(), reserved: 0.into() });
+                w.put_blocks(grant.blocks.iter().map(|(block, _)| *block));
+            })?;
+            for extent in grant.extents {
+                self.arena.unmap(extent);
+                self.send_return(link, extent)?;
+            }
+        }
+        taken
+    }
+
+    fn send_return(&self, link: &mut Link, extent: ExtentId) -> Result<(), Error> {
+        let back = wire::ReturnExtent { extent: extent.0.into(), reserved: 0.into() };
+        link.send(Verb::ReturnExtent, 0, self.options.timeout, |w| {
+            w.put(&back);
+        })?;
+        Ok(())
+    }
+
+    /// The broker wants an extent back in which no block is in use, or has taken it.
+    fn give_back(&self, link: &mut Link, message: &Message) -> Result<(), Error> {
+        let event: wire::GiveBack = read_one(message)?;
+        let extent = ExtentId(event.extent.get());
+        self.arena.unmap(extent);
+        if event.deadline_ms.get() > 0 {
+            self.send_return(link, extent)?;
+        }
+        Ok(())
+    }
+
+    /// Gives all credit but `keep` blocks back to the broker.
+    fn release_surplus(&self, format: &Arc<Format>, keep: u32) -> Result<(), Error> {
+        let surplus = format.credits.count().saturating_sub(keep) as usize;
+        let spares: Vec<_> = std::iter::from_fn(|| format.credits.take()).take(surplus).collect();
+        self.free(format, spares)
+    }
+
+    /// Gives credit back to the broker. Without a broker it stays credit.
+    fn free(&self, format: &Arc<Format>, spares: Vec<Spare>) -> Result<(), Error> {
+        for some in spares.chunks(MAX_BLOCKS) {
+            let names = some.iter().filter_map(|s| self.name(s.position, s.slot, s.generation));
+            let sent = self.call(Verb::Free, 0, |w| {
+                w.put(&wire::Free { count: (some.len() as u32).into(), reserved: 0.into() });
+                w.put_blocks(names);
+            });
+            if let Err(e) = sent {
+                some.iter().for_each(|s| format.credits.give(*s));
+                return Err(e);
+            }
+        }
+        Ok(())
+    }
+
+    /// The name of the block at a place of the arena.
+    fn name(&self, position: u32, slot: u32, generation: u64) -> Option<BlockId> {
+        let extent = self.arena.extent_at(position)?;
+        Some(BlockId { place: Place { extent, slot }, generation })
+    }
+}
+
+/// What a grant says.
+struct ParsedGrant {
+    tokens: u64,
+    extents: Vec<ExtentId>,
+    blocks: Vec<(BlockId, u32)>,
+}
+
+impl ParsedGrant {
+    fn parse(message: &Message) -> Result<Self, Error> {
+        let protocol = |e: wire::WireError| Error::Protocol(e.to_string());
+        let mut r = Reader::new("a grant", &message.body);
+        let grant: Grant = *r.one().map_err(protocol)?;
+        let extents: &[ExtentInfo] = r.many(grant.extents.get(), MAX_FDS).map_err(protocol)?;
+        let blocks: &[GrantedBlock] = r.many(grant.blocks.get(), MAX_BLOCKS).map_err(protocol)?;
+        r.end().map_err(protocol)?;
+        Ok(ParsedGrant {
+            tokens: grant.tokens.get(),
+            extents: extents.iter().map(|e| ExtentId(e.extent.get())).collect(),
+            blocks: blocks.iter().map(|b| (b.block.id(), b.flags.get())).collect(),
+        })
+    }
+}

@@ -1,0 +1,691 @@
+//! A token sequence: its block table, and everything an engine does with it.
+//!
+//! Owns the table as this process has it. Invariants: entry `i` of the table is where block `i` lies, also when the
+//! broker does not know yet; the blocks that hold tokens at or beyond the end of what is written are private, so that
+//! writing there changes nobody else's tokens; a call that returns an error has changed nothing.
+
+#![allow(unsafe_code)]
+
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::Ordering;
+
+use super::credit::Spare;
+use super::view::View;
+use super::{Error, Format, PlaneView, Shared, read_one};
+use crate::attention::{PAGE_SHIFT, Paged};
+use crate::id::BlockId;
+use crate::profile::{Kv, Profile};
+use crate::wire::{self, MAX_BLOCKS, MAX_FDS, MAX_TOKENS, Verb, Writer};
+
+/// The most blocks that one request names, so that it stays far below the longest message.
+const REPORT_BLOCKS: usize = MAX_BLOCKS / 2;
+
+/// One entry of the table, beside its page offset.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct Entry {
+    block: BlockId,
+    /// Sealed, or in another table too: to be copied before it is written.
+    shared: bool,
+}
+
+/// Counts of one session.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct SessionStats {
+    /// Tokens.
+    pub tokens: usize,
+    /// Blocks that only this session holds.
+    pub blocks_private: usize,
+    /// Blocks that are sealed, or that another session holds too.
+    pub blocks_shared: usize,
+    /// Blocks that this process has ahead of need, for all its sessions of this profile.
+    pub blocks_credit: usize,
+    /// Bytes of one block.
+    pub block_bytes: usize,
+}
+
+/// A token sequence. Its blocks go back when it is dropped.
+#[derive(Debug)]
+pub struct Session {
+    client: Arc<Shared>,
+    format: Arc<Format>,
+    id: u64,
+    zero: bool,
+    tokens: usize,
+    /// Whole blocks dropped at the head. Their entries stay, and mean nothing.
+    head: usize,
+    table: Vec<u32>,
+    entries: Vec<Entry>,
+    /// The broker knows the entries below.
+    reported: usize,
+    sealed: usize,
+    views: Vec<View>,
+}
+
+impl Session {
+    pub(super) fn new(client: Arc<Shared>, format: Arc<Format>, id: u64, zero: bool) -> Self {
+        format.sessions.fetch_add(1, Ordering::Relaxed);
+        Session {
+            client,
+            format,
+            id,
+            zero,
+            tokens: 0,
+            head: 0,
+            table: Vec::new(),
+            entries: Vec::new(),
+            reported: 0,
+            sealed: 0,
+            views: Vec::new(),
+        }
+    }
+
+    /// The session's number at the broker, as `kvbctl sessions` shows it.
+    pub fn id(&self) -> u64 {
+        self.id
+    }
+
+    /// The geometry.
+    pub fn profile(&self) -> &Profile {
+        &self.format.profile
+    }
+
+    /// Tokens that the session holds.
+    pub fn tokens(&self) -> usize {
+        self.tokens
+    }
+
+    /// Tokens at the start that have been dropped ([`trim_head`](Self::trim_head)).
+    pub fn first_token(&self) -> usize {
+        self.head << self.shift()
+    }
+
+    /// Counts.
+    pub fn stats(&self) -> SessionStats {
+        let shared = self.entries[self.head..].iter().filter(|e| e.shared).count();
+        SessionStats {
+            tokens: self.tokens,
+            blocks_private: self.entries.len() - self.head - shared,
+            blocks_shared: shared,
+            blocks_credit: self.format.credits.count() as usize,
+            block_bytes: self.format.slot_bytes,
+        }
+    }
+
+    fn shift(&self) -> u32 {
+        self.format.profile.block_shift()
+    }
+
+    fn per_block(&self) -> usize {
+        1 << self.shift()
+    }
+
+    /// Makes room for `tokens` tokens in all: the rows from the old length on may then be written, through
+    /// [`row_mut`](Self::row_mut) or [`write_row`](Self::write_row). While credit lasts this makes no system call
+    /// (plane views apart, which map what is new). A refusal comes before anything has changed.
+    #[inline]
+    pub fn ensure(&mut self, tokens: usize) -> Result<(), Error> {
+        if tokens <= self.tokens {
+            return Ok(());
+        }
+        let room = self.entries.len() << self.shift();
+        let tail_is_private = self.entries.get(self.tokens >> self.shift()).is_none_or(|e| !e.shared);
+        if tokens > room || !tail_is_private {
+            self.grow(tokens)?;
+        }
+        self.tokens = tokens;
+        Ok(())
+    }
+
+    fn grow(&mut self, tokens: usize) -> Result<(), Error> {
+        let blocks = tokens.div_ceil(self.per_block());
+        if blocks > self.view_blocks() {
+            let most = self.view_blocks() << self.shift();
+            return Err(Error::Invalid(format!(
+                "{tokens} tokens: a plane view of this session holds {most}"
+            )));
+        }
+        let more = blocks.saturating_sub(self.entries.len());
+        let copies = self.shared_in(self.tokens..tokens);
+        let spares = self.take(more + copies.len())?;
+        let (for_copies, for_more) = spares.split_at(copies.len());
+        self.replace_all(&copies, for_copies)?;
+        for (i, spare) in for_more.iter().enumerate() {
+            if self.zero && !spare.zero {
+                self.zero_block(*spare);
+            }
+            if let Err(e) = self.push(*spare, false) {
+                for_more[i..].iter().for_each(|s| self.format.credits.give(Spare { zero: false, ..*s }));
+                return Err(e);
+            }
+        }
+        // The last spare block is taken: the next one is asked for now, so that it is there in time.
+        if !spares.is_empty() && self.client.options.credit_ahead > 0 && self.format.credits.is_empty() {
+            self.ask_ahead();
+        }
+        Ok(())
+    }
+
+    /// Blocks that fit the smallest view.
+    fn view_blocks(&self) -> usize {
+        self.views.iter().map(View::blocks).min().unwrap_or(usize::MAX)
+    }
+
+    /// Entries that hold tokens of the range and may not be written as they are.
+    fn shared_in(&self, tokens: Range<usize>) -> Vec<usize> {
+        let first = (tokens.start >> self.shift()).max(self.head);
+        let end = tokens.end.div_ceil(self.per_block()).min(self.entries.len());
+        (first..end).filter(|&i| self.entries[i].shared).collect()
+    }
+
+    /// Makes the rows of `tokens` writable: what is shared among them becomes this session's own copy. `ensure` does it
+    /// for rows beyond the length; this is for rows that are there already.
+    pub fn writable(&mut self, tokens: Range<usize>) -> Result<(), Error> {
+        self.check_range(&tokens)?;
+        let copies = self.shared_in(tokens);
+        let spares = self.take(copies.len())?;
+        self.replace_all(&copies, &spares)
+    }
+
+    fn replace_all(&mut self, copies: &[usize], spares: &[Spare]) -> Result<(), Error> {
+        for (i, (&index, spare)) in copies.iter().zip(spares).enumerate() {
+            if let Err(e) = self.replace(index, *spare) {
+                spares[i..].iter().for_each(|s| self.format.credits.give(Spare { zero: false, ..*s }));
+                return Err(e);
+            }
+        }
+        Ok(())
+    }
+
+    fn check_range(&self, tokens: &Range<usize>) -> Result<(), Error> {
+        if tokens.start < self.first_token() || tokens.end > self.tokens || tokens.start > tokens.end {
+            let text = format!("tokens {tokens:?}: the session holds {:?}", self.first_token()..self.tokens);
+            return Err(Error::Invalid(text));
+        }
+        Ok(())
+    }
+
+    /// Takes blocks: from credit, and what is missing from the broker.
+    fn take(&mut self, count: usize) -> Result<Vec<Spare>, Error> {
+        let mut got: Vec<Spare> = Vec::with_capacity(count);
+        let from_credit = |got: &mut Vec<Spare>| {
+            let missing = count - got.len();
+            got.extend(std::iter::from_fn(|| self.format.credits.take()).take(missing));
+        };
+        from_credit(&mut got);
+        if got.len() < count && self.client.is_asked(&self.format) {
+            self.client.poll()?;
+            from_credit(&mut got);
+        }
+        while got.len() < count {
+            match self.refill(count - got.len()) {
+                Ok(spares) => {
+                    let missing = count - got.len();
+                    let (ours, ahead) = spares.split_at(missing.min(spares.len()));
+                    got.extend(ours);
+                    ahead.iter().for_each(|spare| self.format.credits.give(*spare));
+                }
+                Err(e) => {
+                    got.into_iter().for_each(|spare| self.format.credits.give(spare));
+                    return Err(e);
+                }
+            }
+        }
+        Ok(got)
+    }
+
+    /// Asks the broker for blocks and waits. What was asked for ahead counts.
+    fn refill(&mut self, missing: usize) -> Result<Vec<Spare>, Error> {
+        self.report_all()?;
+        let least = missing.min(MAX_FDS);
+        let ahead = self.client.options.credit_ahead as usize;
+        let want = (missing + ahead).min(MAX_FDS.max(least));
+        let client = self.client.clone();
+        let mut link = client.link()?;
+        let report = self.report();
+        let got = client.request_blocks(&mut link, &self.format, Verb::Grow, self.id, |w| {
+            w.put(&wire::Grow { report: report.0, want: (want as u32).into(), least: (least as u32).into() });
+            w.put_blocks(report.1.iter().copied());
+        })?;
+        self.reported = self.entries.len();
+        Ok(got)
+    }
+
+    fn ask_ahead(&mut self) {
+        if self.client.is_asked(&self.format) || self.entries.len() - self.reported > REPORT_BLOCKS {
+            return;
+        }
+        let (report, blocks) = self.report();
+        let want = self.client.options.credit_ahead;
+        let asked = self.client.ask_ahead(&self.format, self.id, |w| {
+            w.put(&wire::Grow { report, want: want.into(), least: 0.into() });
+            w.put_blocks(blocks.iter().copied());
+        });
+        match asked {
+            Ok(()) => self.reported = self.entries.len(),
+            // Not needed yet: whoever needs it will ask again and be told.
+            Err(e) => log::debug!("session {}: asking ahead: {e}", self.id),
+        }
+    }
+
+    /// The part of the table that the broker does not know.
+    fn report(&self) -> (wire::Report, Vec<BlockId>) {
+        let first = self.reported.min(self.entries.len()).max(self.head);
+        let blocks: Vec<_> = self.entries[first..].iter().map(|e| e.block).collect();
+        // Tokens of a block whose report is still to come are not the broker's business yet.
+        let report = wire::Report {
+            tokens: (self.tokens as u64).into(),
+            first: (first as u32).into(),
+            used: (blocks.len() as u32).into(),
+        };
+        (report, blocks)
+    }
+
+    /// Reports in several messages what is too long for one.
+    fn report_all(&mut self) -> Result<(), Error> {
+        while self.entries.len() - self.reported.max(self.head) > REPORT_BLOCKS {
+            let first = self.reported.max(self.head);
+            let blocks: Vec<_> = self.entries[first..first + REPORT_BLOCKS].iter().map(|e| e.block).collect();
+            let end = first + REPORT_BLOCKS;
+            let report = wire::Report {
+                tokens: (self.tokens.min(end << self.shift()) as u64).into(),
+                first: (first as u32).into(),
+                used: (blocks.len() as u32).into(),
+            };
+            self.client.call(Verb::Grow, self.id, |w| {
+                w.put(&wire::Grow { report, want: 0.into(), least: 0.into() });
+                w.put_blocks(blocks.iter().copied());
+            })?;
+            self.reported = end;
+        }
+        Ok(())
+    }
+
+    /// A verb about this session, with the report that starts its body.
+    fn call(
+        &mut self,
+        verb: Verb,
+        fill: impl FnOnce(&mut Writer, wire::Report, &[BlockId]),
+    ) -> Result<super::Message, Error> {
+        self.report_all()?;
+        let (report, blocks) = self.report();
+        let reply = self.client.call(verb, self.id, |w| fill(w, report, &blocks))?;
+        self.reported = self.entries.len();
+        Ok(reply)
+    }
+
+    fn block_page(&self, spare: Spare) -> u32 {
+        self.client.arena.page(spare.position, spare.slot as usize * self.format.slot_bytes)
+    }
+
+    fn entry(&self, spare: Spare, shared: bool) -> Result<Entry, Error> {
+        let name = self.client.name(spare.position, spare.slot, spare.generation);
+        let block = name.ok_or_else(|| Error::Protocol("a block lies in no extent".into()))?;
+        Ok(Entry { block, shared })
+    }
+
+    fn push(&mut self, spare: Spare, shared: bool) -> Result<(), Error> {
+        let entry = self.entry(spare, shared)?;
+        self.table.push(self.block_page(spare));
+        self.entries.push(entry);
+        let shown = self.show(self.entries.len() - 1);
+        if shown.is_err() {
+            self.table.pop();
+            self.entries.pop();
+        }
+        shown
+    }
+
+    /// A shared block becomes a private copy.
+    fn replace(&mut self, index: usize, spare: Spare) -> Result<(), Error> {
+        let (from, to) = (self.block_at(index), self.pointer(self.block_page(spare)));
+        // SAFETY: both are whole blocks in mapped extents; the new one is this session's alone, so they differ.
+        unsafe { to.copy_from_nonoverlapping(from, self.format.slot_bytes) };
+        let old = (self.entries[index], self.table[index]);
+        self.entries[index] = self.entry(spare, false)?;
+        self.table[index] = self.block_page(spare);
+        if let Err(e) = self.show(index) {
+            (self.entries[index], self.table[index]) = old;
+            return Err(e);
+        }
+        self.reported = self.reported.min(index);
+        self.sealed = self.sealed.min(index);
+        Ok(())
+    }
+
+    fn zero_block(&self, spare: Spare) {
+        let at = self.pointer(self.block_page(spare));
+        // SAFETY: a whole block in a mapped extent, just taken from credit, so this session's alone.
+        unsafe { at.write_bytes(0, self.format.slot_bytes) };
+    }
+
+    fn pointer(&self, page: u32) -> *mut u8 {
+        self.client.arena.base().wrapping_add((page as usize) << PAGE_SHIFT)
+    }
+
+    fn block_at(&self, index: usize) -> *mut u8 {
+        self.pointer(self.table[index])
+    }
+
+    /// Base address of the table's offsets.
+    pub fn base(&self) -> *mut u8 {
+        self.client.arena.base()
+    }
+
+    /// Where each block lies, as an offset from [`base`](Self::base) in units of 4 KiB. Entries of dropped head blocks
+    /// mean nothing.
+    pub fn table(&self) -> &[u32] {
+        &self.table
+    }
+
+    /// K and V of one layer, for [`attention`](crate::attention::attention).
+    ///
+    /// # Panics
+    /// If there is no such layer.
+    pub fn paged(&self, layer: usize) -> Paged<'_> {
+        let [k, v] = self.format.planes[layer];
+        Paged { base: self.base(), table: &self.table, shift: self.shift(), k, v }
+    }
+
+    /// The address of one row. It is there for `profile().groups()[0].layers[layer]` bytes; it may be written if
+    /// `ensure` has made room for the token and the token has not been sealed or shared since.
+    ///
+    /// # Panics
+    /// If the session has no room for the token, or there is no such layer.
+    #[inline]
+    pub fn row_mut(&mut self, token: usize, layer: usize, kv: Kv) -> *mut u8 {
+        self.row(token, layer, kv).cast_mut()
+    }
+
+    /// The address of one row, for reading.
+    ///
+    /// # Panics
+    /// If the session has no room for the token, or there is no such layer.
+    #[inline]
+    pub fn row(&self, token: usize, layer: usize, kv: Kv) -> *const u8 {
+        let plane = self.format.planes[layer][kv as usize];
+        let within = token & (self.per_block() - 1);
+        self.block_at(token >> self.shift()).wrapping_add(plane.offset + within * plane.stride)
+    }
+
+    fn check_row(&self, token: usize, layer: usize, kv: Kv, bytes: usize) -> Result<(), Error> {
+        self.check_range(&(token..token + 1))?;
+        let planes = self.format.planes.get(layer);
+        let row =
+            planes.ok_or_else(|| Error::Invalid(format!("there is no layer {layer}")))?[kv as usize].row;
+        if bytes != row {
+            return Err(Error::Invalid(format!("{bytes} bytes for a row of {row}: layer {layer}, {kv:?}")));
+        }
+        Ok(())
+    }
+
+    /// Copies one row in. Refused for a token that is shared.
+    pub fn write_row(&mut self, token: usize, layer: usize, kv: Kv, row: &[u8]) -> Result<(), Error> {
+        self.check_row(token, layer, kv, row.len())?;
+        if self.entries[token >> self.shift()].shared {
+            return Err(Error::Invalid(format!("token {token} is shared: make it writable first")));
+        }
+        // SAFETY: the token is in the table and the row has the plane's length, so it lies in one mapped block; the
+        // source is ours and the pool is mapped elsewhere.
+        unsafe { self.row_mut(token, layer, kv).copy_from_nonoverlapping(row.as_ptr(), row.len()) };
+        Ok(())
+    }
+
+    /// Copies one row out.
+    pub fn read_row(&self, token: usize, layer: usize, kv: Kv, row: &mut [u8]) -> Result<(), Error> {
+        self.check_row(token, layer, kv, row.len())?;
+        // SAFETY: as in write_row.
+        unsafe { row.as_mut_ptr().copy_from_nonoverlapping(self.row(token, layer, kv), row.len()) };
+        Ok(())
+    }
+
+    /// Drops the tokens from `tokens` on. Whole blocks go back.
+    pub fn trim(&mut self, tokens: usize) -> Result<(), Error> {
+        if tokens > self.tokens || tokens < self.first_token() {
+            let text =
+                format!("cannot trim to {tokens}: the session holds {:?}", self.first_token()..self.tokens);
+            return Err(Error::Invalid(text));
+        }
+        let keep = tokens.div_ceil(self.per_block()).max(self.head);
+        if keep < self.entries.len() {
+            self.send_trim(tokens, self.head, self.entries.len() - keep)?;
+            for index in keep..self.entries.len() {
+                self.hide(index)?;
+            }
+            self.entries.truncate(keep);
+            self.table.truncate(keep);
+            self.reported = self.reported.min(keep);
+            self.sealed = self.sealed.min(keep);
+        }
+        self.tokens = tokens;
+        Ok(())
+    }
+
+    /// Drops the tokens before `first`, as far as they fill whole blocks (sliding window). Returns the first token that
+    /// is still there.
+    pub fn trim_head(&mut self, first: usize) -> Result<usize, Error> {
+        if first > self.tokens {
+            return Err(Error::Invalid(format!(
+                "cannot drop {first} tokens: the session holds {}",
+                self.tokens
+            )));
+        }
+        let head = first >> self.shift();
+        if head > self.head {
+            self.send_trim(self.tokens, head, head - self.head)?;
+            for index in self.head..head {
+                self.hide(index)?;
+            }
+            self.head = head;
+        }
+        Ok(self.first_token())
+    }
+
+    fn send_trim(&mut self, tokens: usize, head: usize, dropped: usize) -> Result<(), Error> {
+        // As many as are kept ahead of need anyway stay credit: going back and forth over a block's end costs nothing.
+        let release = dropped > self.client.options.credit_ahead as usize;
+        let reply = self.call(Verb::Trim, |w, report, blocks| {
+            w.put(&wire::Trim {
+                report,
+                tokens: (tokens as u64).into(),
+                head: (head as u32).into(),
+                release: u32::from(release).into(),
+            });
+            w.put_blocks(blocks.iter().copied());
+        });
+        match reply {
+            Ok(reply) => {
+                for (spare, _) in self.client.take_over(reply)?.1 {
+                    self.format.credits.give(Spare { zero: false, ..spare });
+                }
+                Ok(())
+            }
+            // Nobody is there to take them: what is dropped is simply unused until this process ends.
+            Err(Error::Lost(_)) => Ok(()),
+            Err(e) => Err(e),
+        }
+    }
+
+    /// A second session over the same tokens. Nothing is copied: whoever writes first, beyond the length that both
+    /// have, gets a copy of the block that it writes in.
+    pub fn fork(&mut self) -> Result<Session, Error> {
+        let reply = self.call(Verb::Fork, |w, report, blocks| {
+            w.put(&report);
+            w.put_blocks(blocks.iter().copied());
+        })?;
+        let opened: wire::Opened = read_one(&reply)?;
+        let head = self.head;
+        self.entries[head..].iter_mut().for_each(|e| e.shared = true);
+        for index in head..self.entries.len() {
+            self.show(index)?;
+        }
+        let mut twin =
+            Session::new(self.client.clone(), self.format.clone(), opened.session.get(), self.zero);
+        twin.tokens = self.tokens;
+        twin.head = head;
+        twin.table.clone_from(&self.table);
+        twin.entries.clone_from(&self.entries);
+        twin.reported = self.entries.len();
+        twin.sealed = self.sealed;
+        Ok(twin)
+    }
+
+    /// Publishes the whole blocks among the first `ids.len()` tokens, whose token ids these are: they are never written
+    /// again, and other sessions of the tenant with the same model find them ([`attach`](Self::attach)). Returns how
+    /// many tokens are sealed now.
+    pub fn seal(&mut self, ids: &[u32]) -> Result<usize, Error> {
+        if ids.len() > self.tokens {
+            let text = format!("{} token ids, but the session holds {} tokens", ids.len(), self.tokens);
+            return Err(Error::Invalid(text));
+        }
+        let (shift, end) = (self.shift(), ids.len() >> self.shift());
+        while self.sealed < end {
+            let from = self.sealed;
+            let to = end.min(from + (MAX_TOKENS >> shift).max(1));
+            let tokens = &ids[from << shift..to << shift];
+            self.call(Verb::Seal, |w, report, blocks| {
+                let (from, count) = (from as u32, tokens.len() as u32);
+                w.put(&wire::Seal { report, from: from.into(), count: count.into() });
+                w.put_tokens(tokens).put_blocks(blocks.iter().copied());
+            })?;
+            for index in from..to {
+                self.entries[index].shared = true;
+                self.show(index)?;
+            }
+            self.sealed = to;
+        }
+        Ok(self.sealed << shift)
+    }
+
+    /// Shares the longest published prefix of a prompt, at the start of a session. Returns how many tokens of it the
+    /// session holds then: at most `ids.len() - 1`, because the last token has to be computed for its logits.
+    pub fn attach(&mut self, ids: &[u32]) -> Result<usize, Error> {
+        if self.tokens > 0 {
+            return Err(Error::Invalid(format!("the session holds {} tokens already", self.tokens)));
+        }
+        let ids = &ids[..ids.len().min(self.view_blocks().saturating_mul(self.per_block()))];
+        let most = MAX_TOKENS & !(self.per_block() - 1);
+        loop {
+            let rest = &ids[self.entries.len() << self.shift()..];
+            let some = &rest[..rest.len().min(most)];
+            let more = some.len() < rest.len();
+            let reply = self.client.call(Verb::Attach, self.id, |w| {
+                w.put(&wire::Attach { count: (some.len() as u32).into(), more: u32::from(more).into() });
+                w.put_tokens(some);
+            })?;
+            let (tokens, blocks) = match self.client.take_over(reply) {
+                Ok(taken) => taken,
+                Err(e) => {
+                    self.forget_from(self.entries.len())?;
+                    return Err(e);
+                }
+            };
+            let found = blocks.len();
+            for (spare, _) in blocks {
+                self.push(spare, true)?;
+            }
+            self.reported = self.entries.len();
+            self.sealed = self.entries.len();
+            self.tokens = tokens as usize;
+            // Further on while whole blocks match and there are more to look up.
+            let whole = self.tokens == self.entries.len() << self.shift();
+            if found == 0 || !whole || self.tokens + 1 >= ids.len() {
+                return Ok(self.tokens);
+            }
+        }
+    }
+
+    /// Tells the broker to drop what it has in the table beyond `keep` blocks, which this process cannot use.
+    fn forget_from(&mut self, keep: usize) -> Result<(), Error> {
+        let tokens = (keep << self.shift()) as u64;
+        let report = wire::Report { tokens: tokens.into(), first: (keep as u32).into(), used: 0.into() };
+        let (head, release) = ((self.head as u32).into(), 1.into());
+        let trim = wire::Trim { report, tokens: tokens.into(), head, release };
+        self.client.call(Verb::Trim, self.id, |w| {
+            w.put(&trim);
+        })?;
+        Ok(())
+    }
+
+    fn send_pin(&mut self, tokens: usize, on: bool) -> Result<usize, Error> {
+        let blocks = tokens >> self.shift();
+        let reply = self.call(Verb::Pin, |w, report, used| {
+            w.put(&wire::Pin { report, blocks: (blocks as u32).into(), on: u32::from(on).into() });
+            w.put_blocks(used.iter().copied());
+        })?;
+        Ok(read_one::<wire::Counted>(&reply)?.blocks.get() as usize)
+    }
+
+    /// Keeps the sealed blocks among the first `tokens` tokens for ever, whoever comes and goes. Returns how many
+    /// blocks were not pinned before.
+    pub fn pin(&mut self, tokens: usize) -> Result<usize, Error> {
+        self.send_pin(tokens, true)
+    }
+
+    /// Lets them go again. Returns how many blocks nobody pins any more.
+    pub fn unpin(&mut self, tokens: usize) -> Result<usize, Error> {
+        self.send_pin(tokens, false)
+    }
+
+    /// One plane in token order at an address that stays the same for the session's life: what an engine with
+    /// contiguous tensors needs. `capacity` tokens of address space are reserved, at `address` if it is given (and
+    /// free); blocks appear in it as the session grows; the rest reads as zero and must not be written.
+    pub fn plane(
+        &mut self,
+        layer: usize,
+        kv: Kv,
+        capacity: usize,
+        address: Option<*mut u8>,
+    ) -> Result<PlaneView, Error> {
+        let planes = self.format.planes.get(layer);
+        let plane = planes.ok_or_else(|| Error::Invalid(format!("there is no layer {layer}")))?[kv as usize];
+        let blocks = capacity.div_ceil(self.per_block());
+        if blocks < self.entries.len() {
+            let text = format!("a view of {capacity} tokens: the session holds {} already", self.tokens);
+            return Err(Error::Invalid(text));
+        }
+        let view = View::reserve(&self.format.profile, plane, blocks, address)?;
+        let described = view.describe();
+        self.views.push(view);
+        let filled = (self.head..self.entries.len()).try_for_each(|i| self.show_in(self.views.len() - 1, i));
+        if let Err(e) = filled {
+            self.views.pop();
+            return Err(e);
+        }
+        Ok(described)
+    }
+
+    /// Makes block `index` visible in all views.
+    fn show(&mut self, index: usize) -> Result<(), Error> {
+        (0..self.views.len()).try_for_each(|view| self.show_in(view, index))
+    }
+
+    fn show_in(&self, view: usize, index: usize) -> Result<(), Error> {
+        let Entry { block, shared, .. } = self.entries[index];
+        let offset = block.place.slot as usize * self.format.slot_bytes;
+        self.views[view].show(&self.client.arena, block.place.extent, offset, index, !shared)
+    }
+
+    fn hide(&mut self, index: usize) -> Result<(), Error> {
+        self.views.iter().try_for_each(|view| view.hide(index))
+    }
+}
+
+impl Drop for Session {
+    fn drop(&mut self) {
+        // Views first: nothing may be visible through them once the blocks are somebody else's.
+        self.views.clear();
+        let closed = self.call(Verb::Close, |w, report, blocks| {
+            w.put(&report);
+            w.put_blocks(blocks.iter().copied());
+        });
+        // A process without sessions needs nothing ahead; one with others keeps what it would ask for anyway.
+        let last = self.format.sessions.fetch_sub(1, Ordering::Relaxed) == 1;
+        let keep = if last { 0 } else { self.client.options.credit_ahead };
+        let surplus = closed.and_then(|_| self.client.release_surplus(&self.format, keep));
+        match surplus {
+            Ok(()) | Err(Error::Lost(_) | Error::Forked) => {}
+            Err(e) => log::warn!("session {} was not closed: {e}", self.id),
+        }
+    }
+}

@@ -1,0 +1,116 @@
+//! The operators' socket: one line asks, one JSON document answers, and the connection ends.
+//!
+//! Owns the connections to it. Invariant: an operator that does not read holds up nobody, and there are never more than
+//! a handful of them. `echo status | socat - UNIX-CONNECT:/run/kvbroker/admin.sock` is enough to use it.
+
+use std::io::{self, Read, Write};
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::unix::net::UnixStream;
+
+use crate::broker::Broker;
+
+/// Operators at one time.
+pub(super) const MOST: usize = 16;
+const LONGEST_REQUEST: usize = 256;
+
+/// One of them.
+#[derive(Debug)]
+pub(super) struct Operator {
+    stream: UnixStream,
+    request: Vec<u8>,
+    answer: Option<Vec<u8>>,
+    sent: usize,
+}
+
+/// What is to be waited for.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Wait {
+    Read,
+    Write,
+    End,
+}
+
+impl Operator {
+    pub fn new(fd: OwnedFd) -> Self {
+        Operator { stream: fd.into(), request: Vec::new(), answer: None, sent: 0 }
+    }
+
+    /// Goes on as far as it goes.
+    pub fn go_on(&mut self, broker: &mut Broker) -> Wait {
+        if self.answer.is_none() {
+            match self.read_line() {
+                Ok(true) => {}
+                Ok(false) => return Wait::Read,
+                Err(_) => return Wait::End,
+            }
+            let line = String::from_utf8_lossy(&self.request).trim().to_owned();
+            let mut answer = answer(broker, &line).into_bytes();
+            answer.push(b'\n');
+            self.answer = Some(answer);
+        }
+        let all = self.answer.as_deref().unwrap_or_default();
+        while self.sent < all.len() {
+            match self.stream.write(&all[self.sent..]) {
+                Ok(n) => self.sent += n,
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Wait::Write,
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(_) => return Wait::End,
+            }
+        }
+        Wait::End
+    }
+
+    /// Whether the line is there.
+    fn read_line(&mut self) -> io::Result<bool> {
+        let mut some = [0; LONGEST_REQUEST];
+        loop {
+            match self.stream.read(&mut some) {
+                Ok(0) if self.request.is_empty() => return Err(io::ErrorKind::UnexpectedEof.into()),
+                Ok(0) => return Ok(true),
+                Ok(n) => self.request.extend_from_slice(&some[..n]),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => continue,
+                Err(e) => return Err(e),
+            }
+            if let Some(end) = self.request.iter().position(|&b| b == b'\n') {
+                self.request.truncate(end);
+                return Ok(true);
+            }
+            if self.request.len() > LONGEST_REQUEST {
+                return Err(io::ErrorKind::InvalidData.into());
+            }
+        }
+    }
+}
+
+impl AsFd for Operator {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.stream.as_fd()
+    }
+}
+
+fn answer(broker: &mut Broker, request: &str) -> String {
+    let json = match request {
+        "status" => serde_json::to_value(broker.status()),
+        "sessions" => serde_json::to_value(broker.sessions()),
+        "map" => serde_json::to_value(broker.map()),
+        "check" => serde_json::to_value(Check::of(broker)),
+        other => Ok(serde_json::json!({
+            "error": format!("there is no request {other:?}: ask for status, sessions, map or check")
+        })),
+    };
+    json.unwrap_or_else(|e| serde_json::json!({ "error": e.to_string() })).to_string()
+}
+
+#[derive(serde::Serialize)]
+struct Check {
+    ok: bool,
+    problem: Option<String>,
+}
+
+impl Check {
+    fn of(broker: &Broker) -> Self {
+        let problem = broker.verify().err();
+        Check { ok: problem.is_none(), problem }
+    }
+}

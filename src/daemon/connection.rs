@@ -1,0 +1,86 @@
+//! One client's connection: what waits to be sent to it, and whether it may speak.
+//!
+//! Owns the socket and the queue. Invariants: messages leave in order; at most one message with descriptors is unread
+//! at any time, because descriptors in flight count against the daemon; while anything waits to be sent nothing more is
+//! read, so a client that does not read cannot make the queue grow by asking.
+
+use std::collections::VecDeque;
+use std::io;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+
+use crate::broker::Output;
+use crate::seqpacket::SeqPacket;
+
+/// Events that a client may leave unread before it is dropped.
+const MOST_QUEUED: usize = 256;
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Connection {
+    pub socket: SeqPacket,
+    /// Readable when the process has ended, even if a child still has the socket.
+    pub pidfd: Option<OwnedFd>,
+    pub uid: u32,
+    queue: VecDeque<Output>,
+}
+
+/// What became of an attempt to send.
+#[derive(Debug, PartialEq, Eq)]
+pub(super) enum Flushed {
+    /// Nothing waits any more.
+    All,
+    /// The client must read first: the socket says when it has.
+    Unread,
+    /// The kernel has no room for descriptors in flight just now: to be tried again.
+    Crowded,
+    /// That was the last message, or the client has gone.
+    End,
+}
+
+impl Connection {
+    pub fn new(socket: SeqPacket, pidfd: Option<OwnedFd>, uid: u32) -> Self {
+        Connection { socket, pidfd, uid, queue: VecDeque::new() }
+    }
+
+    /// Appends a message; `false` when the client has left too many unread.
+    pub fn queue(&mut self, output: Output) -> bool {
+        self.queue.push_back(output);
+        self.queue.len() <= MOST_QUEUED
+    }
+
+    /// Whether messages wait.
+    pub fn has_queued(&self) -> bool {
+        !self.queue.is_empty()
+    }
+
+    /// Sends what can be sent.
+    pub fn flush(&mut self) -> Flushed {
+        while let Some(output) = self.queue.front() {
+            let fds: Vec<BorrowedFd<'_>> = output.buffers.iter().filter_map(|b| b.fd()).collect();
+            if !fds.is_empty() && self.socket.unread_by_peer().is_ok_and(|bytes| bytes > 0) {
+                return Flushed::Unread;
+            }
+            match self.socket.send(&output.message, &fds) {
+                Ok(()) if output.last => return Flushed::End,
+                Ok(()) => _ = self.queue.pop_front(),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Flushed::Unread,
+                Err(e)
+                    if matches!(
+                        e.raw_os_error(),
+                        Some(libc::ETOOMANYREFS | libc::ENOMEM | libc::ENOBUFS)
+                    ) =>
+                {
+                    return Flushed::Crowded;
+                }
+                Err(_) => return Flushed::End,
+            }
+        }
+        Flushed::All
+    }
+}
+
+impl AsFd for Connection {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        self.socket.as_fd()
+    }
+}

@@ -1,0 +1,400 @@
+//! The loop: readiness in, requests to the broker, messages out.
+//!
+//! Owns all connections. Invariants: every connection gets its turn, a few messages at a time; nothing here blocks; a
+//! client is gone from the broker in the same turn in which its connection or its process has ended.
+
+use std::collections::BTreeMap;
+use std::io;
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
+use nix::sys::signalfd::SignalFd;
+use nix::sys::socket::{getsockopt, sockopt};
+
+use super::admin::{self, Operator, Wait};
+use super::connection::{Connection, Flushed};
+use super::listener::Listener;
+use super::worker::Worker;
+use crate::broker::{Broker, Peer};
+use crate::id::ClientId;
+use crate::seqpacket::SeqPacket;
+use crate::wire::MAX_MESSAGE;
+
+/// Messages of one client in one turn.
+const PER_TURN: usize = 16;
+/// How long to leave alone what the kernel had no room for.
+const BREATHER: Duration = Duration::from_millis(20);
+
+/// What an event is about. Packed into epoll's 64 bits: the kind in the lowest three.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Token {
+    Clients,
+    Admin,
+    Worker,
+    Signal,
+    Client(ClientId),
+    Process(ClientId),
+    Operator(u64),
+}
+
+impl Token {
+    fn pack(self) -> u64 {
+        match self {
+            Token::Clients => 0,
+            Token::Admin => 1,
+            Token::Worker => 2,
+            Token::Signal => 3,
+            Token::Client(id) => id.0 << 3 | 4,
+            Token::Process(id) => id.0 << 3 | 5,
+            Token::Operator(id) => id << 3 | 6,
+        }
+    }
+
+    fn unpack(bits: u64) -> Option<Self> {
+        Some(match bits & 7 {
+            0 => Token::Clients,
+            1 => Token::Admin,
+            2 => Token::Worker,
+            3 => Token::Signal,
+            4 => Token::Client(ClientId(bits >> 3)),
+            5 => Token::Process(ClientId(bits >> 3)),
+            6 => Token::Operator(bits >> 3),
+            _ => return None,
+        })
+    }
+}
+
+/// See the module.
+#[derive(Debug)]
+pub(super) struct Server {
+    broker: Broker,
+    worker: Worker,
+    epoll: Epoll,
+    clients: Listener,
+    admin: Listener,
+    signals: SignalFd,
+    connections: BTreeMap<ClientId, Connection>,
+    operators: BTreeMap<u64, Operator>,
+    next_operator: u64,
+    /// Connections that were ended while the client had messages with descriptors unread: those still count against
+    /// this process, so they count against the client's uid.
+    tombstones: Vec<(u32, SeqPacket)>,
+    connections_per_tenant: u32,
+    /// Connections whose messages the kernel had no room for.
+    crowded: Vec<ClientId>,
+    /// Listeners that are left alone until then.
+    paused_until: Option<Instant>,
+    watchdog: Option<Duration>,
+    buffer: Box<[u8]>,
+}
+
+impl Server {
+    pub fn new(
+        broker: Broker,
+        worker: Worker,
+        clients: Listener,
+        admin: Listener,
+        signals: SignalFd,
+        connections_per_tenant: u32,
+        watchdog: Option<Duration>,
+    ) -> io::Result<Self> {
+        let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
+        let read = |token: Token| EpollEvent::new(EpollFlags::EPOLLIN, token.pack());
+        epoll.add(&clients, read(Token::Clients))?;
+        epoll.add(&admin, read(Token::Admin))?;
+        epoll.add(&worker, read(Token::Worker))?;
+        epoll.add(&signals, read(Token::Signal))?;
+        Ok(Server {
+            broker,
+            worker,
+            epoll,
+            clients,
+            admin,
+            signals,
+            connections: BTreeMap::new(),
+            operators: BTreeMap::new(),
+            next_operator: 1,
+            tombstones: Vec::new(),
+            connections_per_tenant,
+            crowded: Vec::new(),
+            paused_until: None,
+            watchdog,
+            buffer: vec![0; MAX_MESSAGE].into_boxed_slice(),
+        })
+    }
+
+    /// Serves until a signal asks to stop. What clients hold stays theirs.
+    pub fn serve(mut self) -> io::Result<()> {
+        let mut events = [EpollEvent::empty(); 64];
+        let mut last_watchdog = Instant::now();
+        loop {
+            let count = match self.epoll.wait(&mut events, self.timeout(last_watchdog)) {
+                Ok(count) => count,
+                Err(Errno::EINTR) => 0,
+                Err(e) => return Err(e.into()),
+            };
+            if let Some(interval) = self.watchdog {
+                if last_watchdog.elapsed() >= interval / 2 {
+                    last_watchdog = Instant::now();
+                    // Systemd may be gone; that is no reason to stop.
+                    let _ = sd_notify::notify(&[sd_notify::NotifyState::Watchdog]);
+                }
+            }
+            for event in &events[..count] {
+                match Token::unpack(event.data()) {
+                    Some(Token::Signal) if self.asked_to_stop() => return self.stop(),
+                    Some(token) => self.handle(token, event.events()),
+                    None => {}
+                }
+            }
+            self.settle();
+        }
+    }
+
+    fn timeout(&self, last_watchdog: Instant) -> EpollTimeout {
+        let watchdog = self.watchdog.map(|w| (w / 2).saturating_sub(last_watchdog.elapsed()));
+        let breather = (!self.crowded.is_empty()).then_some(BREATHER);
+        let pause = self.paused_until.map(|t| t.saturating_duration_since(Instant::now()));
+        let soonest = [watchdog, breather, pause].into_iter().flatten().min();
+        let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
+        soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
+    }
+
+    fn asked_to_stop(&mut self) -> bool {
+        matches!(self.signals.read_signal(), Ok(Some(_)))
+    }
+
+    fn handle(&mut self, token: Token, events: EpollFlags) {
+        match token {
+            Token::Clients => self.accept_clients(),
+            Token::Admin => self.accept_operators(),
+            Token::Worker => {
+                for done in self.worker.finished() {
+                    self.broker.done(done);
+                }
+            }
+            Token::Client(id) if self.connections.contains_key(&id) => self.turn(id, events),
+            Token::Process(id) if self.connections.contains_key(&id) => {
+                log::debug!("client {}: its process has ended", id.0);
+                self.end(id);
+            }
+            Token::Operator(id) => self.operator(id),
+            // An event of a connection that ended earlier in this turn.
+            Token::Client(_) | Token::Process(_) | Token::Signal => {}
+        }
+    }
+
+    fn accept_clients(&mut self) {
+        for _ in 0..PER_TURN {
+            match self.clients.accept() {
+                Ok(Some(fd)) => {
+                    if let Err(e) = self.greet(fd) {
+                        log::warn!("a connection was refused: {e}");
+                    }
+                }
+                Ok(None) => return,
+                Err(e) => return self.pause(&e),
+            }
+        }
+    }
+
+    /// The kernel would not accept: the listeners are left alone for a moment, so that the loop does not spin.
+    fn pause(&mut self, why: &io::Error) {
+        log::warn!("accepting connections: {why}");
+        let nothing = |token: Token| EpollEvent::new(EpollFlags::empty(), token.pack());
+        let _ = self.epoll.modify(&self.clients, &mut nothing(Token::Clients));
+        let _ = self.epoll.modify(&self.admin, &mut nothing(Token::Admin));
+        self.paused_until = Some(Instant::now() + 5 * BREATHER);
+    }
+
+    fn greet(&mut self, fd: OwnedFd) -> Result<(), Box<dyn std::error::Error>> {
+        let peer = getsockopt(&fd, sockopt::PeerCredentials)?;
+        let uid = peer.uid();
+        self.tombstones.retain(|(_, socket)| socket.unread_by_peer().is_ok_and(|bytes| bytes > 0));
+        let dead = self.tombstones.iter().filter(|(u, _)| *u == uid).count();
+        let live = self.connections.values().filter(|c| c.uid == uid).count();
+        if dead > 0 && dead + live >= self.connections_per_tenant as usize {
+            return Err(
+                format!("uid {uid} has left {dead} connections with unread descriptors behind").into()
+            );
+        }
+        // Without one (older kernels) the socket alone says when the client has gone.
+        let pidfd = getsockopt(&fd, sockopt::PeerPidfd).ok();
+        let socket = SeqPacket::from(fd);
+        socket.refuse_descriptors();
+        let id = self.broker.connect(Peer { uid, pid: peer.pid() })?;
+        let connection = Connection::new(socket, pidfd, uid);
+        let added =
+            self.epoll.add(&connection, EpollEvent::new(EpollFlags::EPOLLIN, Token::Client(id).pack()));
+        let watched = match &connection.pidfd {
+            Some(pidfd) => {
+                self.epoll.add(pidfd, EpollEvent::new(EpollFlags::EPOLLIN, Token::Process(id).pack()))
+            }
+            None => Ok(()),
+        };
+        if let Err(e) = added.and(watched) {
+            self.broker.disconnect(id);
+            return Err(e.into());
+        }
+        self.connections.insert(id, connection);
+        Ok(())
+    }
+
+    /// One client's turn: what waits is sent, then a few requests are read.
+    fn turn(&mut self, id: ClientId, events: EpollFlags) {
+        if !self.flush(id) {
+            return;
+        }
+        for _ in 0..PER_TURN {
+            let Some(connection) = self.connections.get(&id) else { return };
+            if connection.has_queued() || self.broker.is_waiting(id) {
+                // A hang-up is seen also by one who is not listened to.
+                if events.contains(EpollFlags::EPOLLHUP) {
+                    self.end(id);
+                }
+                return;
+            }
+            match connection.socket.recv(&mut self.buffer) {
+                Ok(r) if r.bytes == 0 => return self.end(id),
+                Ok(r) if !r.fds.is_empty() || r.fds_lost => {
+                    log::warn!(
+                        "client {} (uid {}): sent descriptors, which no request carries",
+                        id.0,
+                        connection.uid
+                    );
+                    return self.end(id);
+                }
+                Ok(r) => self.broker.request(id, &self.buffer[..r.bytes]),
+                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
+                Err(e) => {
+                    log::debug!("client {}: {e}", id.0);
+                    return self.end(id);
+                }
+            }
+            self.carry();
+        }
+    }
+
+    /// Carries messages and jobs from the broker to where they belong.
+    fn carry(&mut self) {
+        for job in self.broker.jobs() {
+            self.worker.order(job);
+        }
+        let mut to = Vec::new();
+        for output in self.broker.outputs() {
+            let id = output.to;
+            let Some(connection) = self.connections.get_mut(&id) else { continue };
+            if connection.queue(output) {
+                to.push(id);
+            } else {
+                log::warn!("client {} (uid {}) does not read: dropped", id.0, connection.uid);
+                self.end(id);
+            }
+        }
+        for id in to {
+            self.flush(id);
+        }
+    }
+
+    /// Sends what can be sent, and waits for the right thing then. `false` when the connection has ended.
+    fn flush(&mut self, id: ClientId) -> bool {
+        let Some(connection) = self.connections.get_mut(&id) else { return false };
+        let flushed = connection.flush();
+        let flags = match flushed {
+            Flushed::All if self.broker.is_waiting(id) => EpollFlags::empty(),
+            Flushed::All => EpollFlags::EPOLLIN,
+            // Edge-triggered: the socket is writable all along; what counts is the moment at which the client reads.
+            Flushed::Unread => EpollFlags::EPOLLOUT | EpollFlags::EPOLLET,
+            Flushed::Crowded => {
+                self.crowded.push(id);
+                EpollFlags::empty()
+            }
+            Flushed::End => {
+                self.end(id);
+                return false;
+            }
+        };
+        let mut event = EpollEvent::new(flags, Token::Client(id).pack());
+        if let Err(e) = self.epoll.modify(&*connection, &mut event) {
+            log::warn!("client {}: {e}", id.0);
+            self.end(id);
+            return false;
+        }
+        true
+    }
+
+    fn end(&mut self, id: ClientId) {
+        let Some(connection) = self.connections.remove(&id) else { return };
+        let _ = self.epoll.delete(&connection);
+        if let Some(pidfd) = &connection.pidfd {
+            let _ = self.epoll.delete(pidfd);
+        }
+        self.broker.disconnect(id);
+        if connection.socket.unread_by_peer().is_ok_and(|bytes| bytes > 0) {
+            self.tombstones.push((connection.uid, connection.socket));
+        }
+    }
+
+    fn accept_operators(&mut self) {
+        match self.admin.accept() {
+            Ok(Some(fd)) if self.operators.len() < admin::MOST => {
+                let id = self.next_operator;
+                self.next_operator += 1;
+                let operator = Operator::new(fd);
+                let event = EpollEvent::new(EpollFlags::EPOLLIN, Token::Operator(id).pack());
+                if self.epoll.add(&operator, event).is_ok() {
+                    self.operators.insert(id, operator);
+                }
+            }
+            Ok(Some(_)) => log::warn!("an operator was refused: {} are connected", admin::MOST),
+            Ok(None) => {}
+            Err(e) => self.pause(&e),
+        }
+    }
+
+    fn operator(&mut self, id: u64) {
+        let Some(operator) = self.operators.get_mut(&id) else { return };
+        let flags = match operator.go_on(&mut self.broker) {
+            Wait::Read => EpollFlags::EPOLLIN,
+            Wait::Write => EpollFlags::EPOLLOUT,
+            Wait::End => EpollFlags::empty(),
+        };
+        let mut event = EpollEvent::new(flags, Token::Operator(id).pack());
+        if flags.is_empty() || self.epoll.modify(as_fd(operator), &mut event).is_err() {
+            let _ = self.epoll.delete(as_fd(operator));
+            self.operators.remove(&id);
+        }
+    }
+
+    /// After every turn.
+    fn settle(&mut self) {
+        for id in std::mem::take(&mut self.crowded) {
+            self.flush(id);
+        }
+        self.carry();
+        if self.paused_until.is_some_and(|t| t <= Instant::now()) {
+            self.paused_until = None;
+            let read = |token: Token| EpollEvent::new(EpollFlags::EPOLLIN, token.pack());
+            let _ = self.epoll.modify(&self.clients, &mut read(Token::Clients));
+            let _ = self.epoll.modify(&self.admin, &mut read(Token::Admin));
+        }
+    }
+
+    fn stop(mut self) -> io::Result<()> {
+        log::info!("stopping: {} connections end, what they hold stays theirs", self.connections.len());
+        let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+        self.broker.say_goodbye();
+        self.carry();
+        // The sockets go, the memory does not: dropping a memfd extent would empty it under its holder.
+        drop(self.clients);
+        drop(self.admin);
+        std::mem::forget(self.broker);
+        Ok(())
+    }
+}
+
+fn as_fd(operator: &Operator) -> std::os::fd::BorrowedFd<'_> {
+    operator.as_fd()
+}

@@ -1,0 +1,174 @@
+//! From a configuration to a daemon that serves.
+//!
+//! Owns nothing for long. Invariant: the daemon says that it is ready only when the pool is taken and both sockets are
+//! open; whatever prevents that ends it with words that say what to do.
+
+use std::io;
+use std::os::fd::{FromRawFd, OwnedFd};
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::time::Duration;
+
+use nix::sys::signal::{SigSet, Signal};
+use nix::sys::signalfd::{SfdFlags, SignalFd};
+use nix::sys::socket::SockType;
+use thiserror::Error;
+
+use super::config::{BackendChoice, Config, DeviceAccess};
+use super::listener::{ListenError, Listener};
+use super::server::Server;
+use super::worker::Worker;
+use crate::broker::Broker;
+use crate::heap::{DmaHeap, Heap, HeapError, Memfd};
+use crate::map::page_bytes;
+use crate::packing::{Extents, PackingError, Placement, block_sizes};
+use crate::size::Size;
+
+/// Why the daemon does not serve.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum StartError {
+    #[error(transparent)]
+    Heap(#[from] HeapError),
+    #[error(transparent)]
+    Packing(#[from] PackingError),
+    #[error(transparent)]
+    Listen(#[from] ListenError),
+    #[error(
+        "{directory}: no CMA heap was found there, and pool.device = \"contiguous\" needs one; name it with pool.heap, or see which heaps this kernel has"
+    )]
+    NoHeap { directory: PathBuf },
+    #[error("a pool of {pool} is more than the {memory} of this machine; make pool.size smaller")]
+    LargerThanMemory { pool: Size, memory: Size },
+    #[error(transparent)]
+    Io(#[from] io::Error),
+}
+
+/// The heap, and why it is this one.
+fn choose_heap(config: &Config) -> Result<(Arc<dyn Heap>, String), StartError> {
+    let (use_dma, why) = match (config.backend, config.device) {
+        (BackendChoice::DmaHeap, _) => (true, "configured"),
+        (BackendChoice::Memfd, _) => (false, "configured"),
+        (BackendChoice::Auto, DeviceAccess::Contiguous) => {
+            (true, "a device reads the pool and cannot scatter")
+        }
+        (BackendChoice::Auto, DeviceAccess::None) if config.heap.is_some() => (true, "a heap is named"),
+        (BackendChoice::Auto, DeviceAccess::None) => (false, "no device reads the pool"),
+    };
+    if use_dma {
+        let directory = &config.heap_directory;
+        let path = match &config.heap {
+            Some(heap) => directory.join(heap),
+            None => {
+                DmaHeap::find(directory).ok_or_else(|| StartError::NoHeap { directory: directory.clone() })?
+            }
+        };
+        return Ok((Arc::new(DmaHeap::open(&path)?), why.into()));
+    }
+    if config.lock {
+        // One page shows whether the limit lets anything be locked at all.
+        let locked = Memfd::new(true);
+        match locked.allocate(config.pool_bytes.min(16 << 20).next_multiple_of(page_bytes() as u64)) {
+            Ok(_) => return Ok((Arc::new(locked), why.into())),
+            Err(e) => log::info!("the pool is not locked in memory and may be swapped: {e} (LimitMEMLOCK)"),
+        }
+    }
+    Ok((Arc::new(Memfd::new(false)), why.into()))
+}
+
+fn memory_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
+}
+
+fn listeners(config: &Config) -> Result<(Listener, Listener), StartError> {
+    let (mut clients, mut admin) = (None, None);
+    for (fd, name) in sd_notify::listen_fds_with_names()? {
+        // SAFETY: systemd hands each descriptor over once, and listen_fds_with_names clears the variables that name them.
+        #[allow(unsafe_code)]
+        let fd = unsafe { OwnedFd::from_raw_fd(fd) };
+        match name.as_str() {
+            "client" => clients = Some(Listener::inherited(fd)?),
+            "admin" => admin = Some(Listener::inherited(fd)?),
+            other => log::warn!("a socket called {other} was handed over; only client and admin are known"),
+        }
+    }
+    let clients = match clients {
+        Some(l) => l,
+        None => {
+            let group = config.socket_group.as_deref();
+            Listener::bind(&config.socket, SockType::SeqPacket, config.socket_mode, group)?
+        }
+    };
+    let admin = match admin {
+        Some(l) => l,
+        None => Listener::bind(&config.admin_socket, SockType::Stream, 0o600, None)?,
+    };
+    Ok((clients, admin))
+}
+
+/// Takes the pool, opens the sockets, and serves until SIGTERM or SIGINT.
+pub fn run(config: &Config) -> Result<(), StartError> {
+    // Before there is a second thread, so that all have the same mask.
+    let mut stop = SigSet::empty();
+    stop.add(Signal::SIGTERM);
+    stop.add(Signal::SIGINT);
+    stop.thread_block().map_err(io::Error::from)?;
+    let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
+    let signals = SignalFd::with_flags(&stop, flags).map_err(io::Error::from)?;
+    raise_open_files();
+
+    // Sockets first: a second daemon is told so before it takes memory.
+    let (clients, admin) = listeners(config)?;
+    if let Some(memory) = memory_bytes().filter(|m| *m < config.pool_bytes) {
+        let (pool, memory) = (Size::from_bytes(config.pool_bytes), Size::from_bytes(memory));
+        return Err(StartError::LargerThanMemory { pool, memory });
+    }
+    let (heap, why) = choose_heap(config)?;
+    let page = page_bytes() as u64;
+    let placement = match heap.backend() {
+        crate::heap::Backend::DmaHeap => Placement::cma(page, config.cma_alignment_order)?,
+        _ => Placement::pages(page)?,
+    };
+    // Extents are cut as for CMA also where memory is scattered: the sizes are good ones, and the same everywhere.
+    let cma = Placement::cma(page, config.cma_alignment_order)?;
+    let blocks = block_sizes(&config.profiles);
+    let cut = Extents::choose(config.pool_bytes, config.extent, &blocks, cma)?;
+    let extents = Extents::of(config.pool_bytes, cut.bytes, placement)?;
+    let least = config.minimum_bytes.div_ceil(extents.bytes).max(1);
+    let as_count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
+    let policy = config.policy(extents.bytes, cut.one_block);
+    let per_tenant = policy.connections_per_tenant;
+    let mut broker = Broker::new(heap, extents.bytes, as_count(extents.count), as_count(least), policy)?;
+    broker.set_reason(why);
+
+    let worker = Worker::start(broker.heap())?;
+    let status = broker.status();
+    let said = format!(
+        "{} extents of {}, {} in all, on {}",
+        status.pool.extents,
+        Size::from_bytes(status.pool.extent_bytes),
+        Size::from_bytes(status.pool.bytes),
+        status.pool.heap,
+    );
+    let watchdog = sd_notify::watchdog_enabled().filter(|d| *d > Duration::ZERO);
+    let server = Server::new(broker, worker, clients, admin, signals, per_tenant, watchdog)?;
+    log::info!("ready: {said}");
+    let states = [sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(&said)];
+    if let Err(e) = sd_notify::notify(&states) {
+        log::warn!("systemd could not be told: {e}");
+    }
+    Ok(server.serve()?)
+}
+
+/// Descriptors in unread messages count against this process: as many as the hard limit lets.
+fn raise_open_files() {
+    use nix::sys::resource::{Resource, getrlimit, setrlimit};
+    let raised = getrlimit(Resource::RLIMIT_NOFILE).and_then(|(soft, hard)| {
+        if soft < hard { setrlimit(Resource::RLIMIT_NOFILE, hard, hard) } else { Ok(()) }
+    });
+    if let Err(e) = raised {
+        log::debug!("the limit of open files stays as it is: {e}");
+    }
+}

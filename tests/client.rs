@@ -1,0 +1,439 @@
+//! What an engine's author sees, with a broker in the same process: no daemon, no socket.
+
+use kvbroker::broker::{Broker, Policy};
+use kvbroker::client::{Client, ClientOptions, Embedded, EmbeddedOptions, Error, OpenOptions, Session};
+use kvbroker::heap::Memfd;
+use kvbroker::profile::{Kv, Layout, Profile};
+use kvbroker::wire::Fault;
+use std::sync::Arc;
+
+const LAYERS: usize = 2;
+const ROW: usize = 512;
+
+/// Two layers of 512-byte rows, 16 tokens per block: 32 KiB blocks, 4 of them in an extent of 128 KiB.
+fn profile() -> Profile {
+    Profile::uniform("small", "f16", LAYERS as u32, ROW as u32, ROW as u32, 16).unwrap()
+}
+
+fn broker(extents: u32) -> Embedded {
+    let heap = Arc::new(Memfd::new(false));
+    Embedded::new(Broker::new(heap, 128 << 10, extents, extents, Policy::default()).unwrap())
+}
+
+fn client(broker: &Embedded, uid: u32) -> Client {
+    Client::on(broker, uid, ClientOptions { credit_ahead: 0, ..ClientOptions::default() }).unwrap()
+}
+
+fn open(client: &Client) -> Session {
+    let profile = client.profile(&profile()).unwrap();
+    client.open(&profile, OpenOptions { model: "m".into(), ..OpenOptions::default() }).unwrap()
+}
+
+/// Bytes that only this token of this layer and plane has.
+fn row(token: usize, layer: usize, kv: Kv, who: u8) -> Vec<u8> {
+    (0..ROW).map(|i| (i + 3 * token + 7 * layer + 11 * kv as usize) as u8 ^ who).collect()
+}
+
+fn fill(session: &mut Session, tokens: std::ops::Range<usize>, who: u8) {
+    for token in tokens {
+        for layer in 0..LAYERS {
+            for kv in [Kv::K, Kv::V] {
+                session.write_row(token, layer, kv, &row(token, layer, kv, who)).unwrap();
+            }
+        }
+    }
+}
+
+fn holds(session: &Session, tokens: std::ops::Range<usize>, who: u8) {
+    let mut got = vec![0; ROW];
+    for token in tokens {
+        for layer in 0..LAYERS {
+            for kv in [Kv::K, Kv::V] {
+                session.read_row(token, layer, kv, &mut got).unwrap();
+                assert_eq!(got, row(token, layer, kv, who), "token {token} layer {layer} {kv:?}");
+            }
+        }
+    }
+}
+
+fn account(broker: &Embedded, name: &str) -> u64 {
+    broker.with(|b| {
+        b.verify().unwrap();
+        let ledger = b.ledger();
+        assert_eq!(ledger.values().sum::<u64>(), b.status().pool.bytes);
+        ledger[name]
+    })
+}
+
+#[test]
+fn what_is_written_is_read_back_over_blocks_of_several_extents() {
+    let broker = broker(4);
+    let c = client(&broker, 1000);
+    let mut s = open(&c);
+    s.ensure(150).unwrap();
+    fill(&mut s, 0..150, 1);
+    holds(&s, 0..150, 1);
+    assert_eq!(s.table().len(), 10);
+    assert_eq!((s.stats().blocks_private, s.stats().blocks_shared), (10, 0));
+    drop(s);
+    assert_eq!(account(&broker, "private"), 0);
+    drop(c);
+    assert_eq!(account(&broker, "free"), 4 * (128 << 10));
+}
+
+#[test]
+fn a_refusal_is_typed_changes_nothing_and_the_session_lives_on() {
+    let broker = broker(2);
+    let c = client(&broker, 1000);
+    let (mut a, mut b) = (open(&c), open(&c));
+    a.ensure(5 * 16).unwrap();
+    fill(&mut a, 0..80, 1);
+    b.ensure(2 * 16).unwrap();
+    let refused = b.ensure(4 * 16).unwrap_err();
+    assert_eq!(refused.fault(), Some(Fault::Busy), "{refused}");
+    assert!(matches!(refused, Error::Refused { needed: 2, available: 1, .. }), "{refused}");
+    assert_eq!(b.tokens(), 32);
+    assert_eq!(b.ensure(9 * 16).unwrap_err().fault(), Some(Fault::NeverFits));
+    holds(&a, 0..80, 1);
+    b.ensure(3 * 16).unwrap();
+    a.trim(16).unwrap();
+    b.ensure(7 * 16).unwrap();
+    holds(&a, 0..16, 1);
+    let too_long = OpenOptions { max_tokens: Some(8 * 16 + 1), ..OpenOptions::default() };
+    let refused = c.open(&c.profile(&profile()).unwrap(), too_long).unwrap_err();
+    assert_eq!(refused.fault(), Some(Fault::NeverFits), "{refused}");
+}
+
+#[test]
+fn a_block_that_is_used_again_reads_as_zero_until_it_is_written() {
+    let broker = broker(1);
+    let c = client(&broker, 1000);
+    let mut s = open(&c);
+    s.ensure(64).unwrap();
+    fill(&mut s, 0..64, 0xff);
+    s.trim(0).unwrap();
+    s.ensure(64).unwrap();
+    let mut got = vec![1; ROW];
+    for token in 0..64 {
+        s.read_row(token, 1, Kv::V, &mut got).unwrap();
+        assert!(got.iter().all(|&b| b == 0));
+    }
+}
+
+#[test]
+fn a_block_that_another_process_of_the_tenant_has_used_comes_zeroed() {
+    let broker = broker(1);
+    let (a, b) = (client(&broker, 1000), client(&broker, 1000));
+    let mut s = open(&a);
+    s.ensure(64).unwrap();
+    fill(&mut s, 0..64, 0xff);
+    s.trim(16).unwrap();
+    let profile = b.profile(&profile()).unwrap();
+    // Zeroing by the library is off: what is read is what the broker has handed over.
+    let mut t = b.open(&profile, OpenOptions { zero: false, ..OpenOptions::default() }).unwrap();
+    t.ensure(48).unwrap();
+    let mut got = vec![1; ROW];
+    for token in 0..48 {
+        t.read_row(token, 0, Kv::K, &mut got).unwrap();
+        assert!(got.iter().all(|&b| b == 0));
+    }
+    holds(&s, 0..16, 0xff);
+    assert!(broker.with(|b| b.status().counters.scrubbed) >= 3);
+}
+
+#[test]
+fn memory_of_one_tenant_comes_to_another_only_as_new_memory() {
+    let broker = broker(1);
+    let (a, b) = (client(&broker, 1000), client(&broker, 1001));
+    let mut s = open(&a);
+    s.ensure(64).unwrap();
+    fill(&mut s, 0..64, 0xff);
+    let (base, page) = (s.base(), s.table()[0]);
+    let mut t = open(&b);
+    assert_eq!(t.ensure(16).unwrap_err().fault(), Some(Fault::Busy));
+    drop(s);
+    // The first tenant keeps its mapping on purpose: the extent is idle and is taken from it all the same.
+    t.ensure(16).unwrap();
+    fill(&mut t, 0..16, 2);
+    let old = base.wrapping_add((page as usize) << 12);
+    let seen: Vec<u8> = (0..ROW).map(|i| unsafe { old.add(i).read_volatile() }).collect();
+    assert!(
+        seen.iter().all(|&b| b == 0),
+        "the old mapping shows neither its own nor the other tenant's bytes"
+    );
+    holds(&t, 0..16, 2);
+    assert_eq!(broker.with(|b| b.status().counters.seized), 1);
+    // The first one goes on, once there is room.
+    let mut again = open(&a);
+    assert_eq!(again.ensure(16).unwrap_err().fault(), Some(Fault::Busy));
+    drop(t);
+    again.ensure(16).unwrap();
+    account(&broker, "private");
+}
+
+#[test]
+fn a_sealed_prefix_is_found_by_another_process_of_the_tenant_and_by_nobody_else() {
+    let broker = broker(8);
+    let (a, b, foreign) = (client(&broker, 1000), client(&broker, 1000), client(&broker, 1001));
+    let ids: Vec<u32> = (0..50).collect();
+    let mut s = open(&a);
+    assert_eq!(s.attach(&ids).unwrap(), 0);
+    s.ensure(50).unwrap();
+    fill(&mut s, 0..50, 1);
+    assert_eq!(open(&b).attach(&ids).unwrap(), 0, "a look-up between writing and sealing misses");
+    assert_eq!(s.seal(&ids).unwrap(), 48);
+    assert!(matches!(s.write_row(47, 0, Kv::K, &[0; ROW]), Err(Error::Invalid(_))));
+    let mut t = open(&b);
+    assert_eq!(t.attach(&ids).unwrap(), 48);
+    holds(&t, 0..48, 1);
+    assert_eq!((t.stats().blocks_private, t.stats().blocks_shared), (0, 3));
+    let mut other = ids.clone();
+    other[20] = 99;
+    assert_eq!(open(&b).attach(&other).unwrap(), 16);
+    assert_eq!(open(&foreign).attach(&ids).unwrap(), 0);
+    let profile = b.profile(&profile()).unwrap();
+    let another_model = OpenOptions { model: "n".into(), ..OpenOptions::default() };
+    assert_eq!(b.open(&profile, another_model).unwrap().attach(&ids).unwrap(), 0);
+    // The block is charged once, and goes with its last holder.
+    drop(s);
+    t.ensure(50).unwrap();
+    fill(&mut t, 48..50, 2);
+    holds(&t, 0..48, 1);
+    drop(t);
+    assert_eq!(open(&b).attach(&ids).unwrap(), 0);
+    assert_eq!(account(&broker, "shared"), 0);
+}
+
+#[test]
+fn a_hit_leaves_the_last_token_of_the_prompt_to_be_computed() {
+    let broker = broker(8);
+    let c = client(&broker, 1000);
+    let ids: Vec<u32> = (0..64).collect();
+    let mut s = open(&c);
+    s.ensure(64).unwrap();
+    fill(&mut s, 0..64, 1);
+    s.seal(&ids).unwrap();
+    for (prompt, hit) in [(0, 0), (1, 0), (15, 0), (16, 15), (17, 16), (31, 16), (32, 31), (33, 32), (64, 63)]
+    {
+        let mut t = open(&c);
+        assert_eq!(t.attach(&ids[..prompt]).unwrap(), hit, "a prompt of {prompt} tokens");
+        // The tail is copied before it is written: the donor's token stays what it was.
+        t.ensure(prompt).unwrap();
+        fill(&mut t, hit..prompt, 9);
+        holds(&t, 0..hit, 1);
+        holds(&t, hit..prompt, 9);
+    }
+    holds(&s, 0..64, 1);
+}
+
+#[test]
+fn a_pinned_prefix_stays_when_everybody_has_gone() {
+    let broker = broker(4);
+    let ids: Vec<u32> = (0..32).collect();
+    {
+        let c = client(&broker, 1000);
+        let mut s = open(&c);
+        s.ensure(40).unwrap();
+        fill(&mut s, 0..40, 1);
+        assert!(
+            matches!(s.pin(32), Err(Error::Refused { fault: Fault::BadRequest, .. })),
+            "only what is sealed"
+        );
+        s.seal(&ids).unwrap();
+        assert_eq!(s.pin(32).unwrap(), 2);
+        assert_eq!(s.pin(32).unwrap(), 0);
+    }
+    assert_eq!(account(&broker, "pinned"), 2 * (32 << 10));
+    let c = client(&broker, 1000);
+    let mut s = open(&c);
+    assert_eq!(s.attach(&ids).unwrap(), 31);
+    holds(&s, 0..31, 1);
+    assert_eq!(s.unpin(32).unwrap(), 2);
+    drop(s);
+    drop(c);
+    assert_eq!(account(&broker, "free"), 4 * (128 << 10));
+}
+
+#[test]
+fn a_fork_shares_everything_until_somebody_writes() {
+    let broker = broker(4);
+    let c = client(&broker, 1000);
+    let mut parent = open(&c);
+    parent.ensure(40).unwrap();
+    fill(&mut parent, 0..40, 1);
+    let mut child = parent.fork().unwrap();
+    assert_eq!(account(&broker, "shared"), 3 * (32 << 10));
+    child.ensure(48).unwrap();
+    fill(&mut child, 40..48, 2);
+    parent.ensure(44).unwrap();
+    fill(&mut parent, 40..44, 3);
+    holds(&parent, 0..40, 1);
+    holds(&parent, 40..44, 3);
+    holds(&child, 0..40, 1);
+    holds(&child, 40..48, 2);
+    // Writing where both have tokens: only the writer sees it.
+    child.writable(3..5).unwrap();
+    fill(&mut child, 3..5, 4);
+    holds(&parent, 0..40, 1);
+    holds(&child, 3..5, 4);
+    drop(parent);
+    holds(&child, 5..40, 1);
+    drop(child);
+    assert_eq!(account(&broker, "private") + account(&broker, "shared"), 0);
+}
+
+#[test]
+fn trimming_into_a_sealed_block_and_writing_on_leaves_the_prefix_as_it_was() {
+    let broker = broker(4);
+    let c = client(&broker, 1000);
+    let ids: Vec<u32> = (0..48).collect();
+    let mut s = open(&c);
+    s.ensure(48).unwrap();
+    fill(&mut s, 0..48, 1);
+    s.seal(&ids).unwrap();
+    let mut reader = open(&c);
+    assert_eq!(reader.attach(&ids).unwrap(), 47);
+    s.trim(20).unwrap();
+    s.ensure(40).unwrap();
+    fill(&mut s, 20..40, 2);
+    holds(&reader, 0..47, 1);
+    holds(&s, 0..20, 1);
+    holds(&s, 20..40, 2);
+    // Other tokens now: sealed again, they are another prefix.
+    let mut new_ids = ids[..20].to_vec();
+    new_ids.extend(100..120);
+    assert_eq!(s.seal(&new_ids).unwrap(), 32);
+    let mut t = open(&c);
+    assert_eq!(t.attach(&new_ids).unwrap(), 32);
+    holds(&t, 20..32, 2);
+}
+
+#[test]
+fn a_sliding_window_gives_whole_blocks_of_its_head_back() {
+    let broker = broker(2);
+    let c = client(&broker, 1000);
+    let mut s = open(&c);
+    for end in (8..400).step_by(8) {
+        s.ensure(end).unwrap();
+        fill(&mut s, end - 8..end, 1);
+        s.trim_head(end.saturating_sub(50)).unwrap();
+    }
+    assert_eq!(s.first_token(), 336);
+    holds(&s, 336..392, 1);
+    assert!(matches!(s.read_row(335, 0, Kv::K, &mut [0; ROW]), Err(Error::Invalid(_))));
+    assert!(s.stats().blocks_private <= 5);
+}
+
+#[test]
+fn a_plane_view_shows_the_tokens_in_order_and_zeros_beyond() {
+    let profile = Profile::uniform("views", "f16", 2, 512, 256, 16).unwrap();
+    let broker = broker(8);
+    let c = client(&broker, 1000);
+    let handle = c.profile(&profile).unwrap();
+    let mut s = c.open(&handle, OpenOptions::default()).unwrap();
+    let early = s.plane(1, Kv::K, 256, None).unwrap();
+    s.ensure(100).unwrap();
+    let late = s.plane(1, Kv::V, 256, None).unwrap();
+    for token in 0..100 {
+        s.write_row(token, 1, Kv::K, &[token as u8 + 1; 512]).unwrap();
+        s.write_row(token, 1, Kv::V, &[token as u8 + 101; 256]).unwrap();
+    }
+    let at = |view: kvbroker::client::PlaneView, token: usize| unsafe {
+        view.address.add(token * view.row).read_volatile()
+    };
+    for token in 0..100 {
+        assert_eq!((at(early, token), at(late, token)), (token as u8 + 1, token as u8 + 101));
+    }
+    for token in 112..256 {
+        assert_eq!((at(early, token), at(late, token)), (0, 0));
+    }
+    s.trim(20).unwrap();
+    assert_eq!((at(early, 19), at(early, 40)), (20, 0));
+    // The view grows in place, also over a copy of what was shared.
+    let ids: Vec<u32> = (0..16).collect();
+    s.seal(&ids).unwrap();
+    let mut twin = s.fork().unwrap();
+    s.ensure(30).unwrap();
+    s.write_row(25, 1, Kv::K, &[200; 512]).unwrap();
+    assert_eq!((at(early, 25), at(early, 19), at(early, 3)), (200, 20, 4));
+    let mut got = [0; 512];
+    twin.ensure(30).unwrap();
+    twin.read_row(19, 1, Kv::K, &mut got).unwrap();
+    assert_eq!(got, [20; 512]);
+    assert_eq!(s.ensure(257).unwrap_err().to_string(), "257 tokens: a plane view of this session holds 256");
+}
+
+#[test]
+fn plane_views_that_cannot_be_are_refused_with_what_would_do() {
+    let broker = broker(8);
+    let c = client(&broker, 1000);
+    let odd = Profile::uniform("odd", "f16", 2, 384, 384, 16).unwrap();
+    let mut s = c.open(&c.profile(&odd).unwrap(), OpenOptions::default()).unwrap();
+    let refused = s.plane(0, Kv::K, 64, None).unwrap_err().to_string();
+    assert!(refused.contains("32 tokens per block"), "{refused}");
+    let token_major = profile().with_layout(Layout::TokenMajor);
+    let mut s = c.open(&c.profile(&token_major).unwrap(), OpenOptions::default()).unwrap();
+    assert!(s.plane(0, Kv::K, 64, None).unwrap_err().to_string().contains("plane-major"));
+    let mut s = open(&c);
+    assert!(matches!(s.plane(2, Kv::K, 64, None), Err(Error::Invalid(_))));
+    assert!(matches!(s.plane(0, Kv::K, 0, None), Err(Error::Invalid(_))));
+    let refused = s.plane(0, Kv::K, 16 * 70_000, None).unwrap_err();
+    assert!(matches!(refused, Error::TooManyMappings { needed: 70_001, .. }), "{refused}");
+}
+
+#[test]
+fn two_models_draw_on_one_pool_and_an_empty_extent_serves_either() {
+    let broker = broker(2);
+    let c = client(&broker, 1000);
+    let other = Profile::uniform("other", "f32", 1, 1024, 1024, 32).unwrap();
+    let mut small = open(&c);
+    small.ensure(8 * 16).unwrap();
+    let mut big = c.open(&c.profile(&other).unwrap(), OpenOptions::default()).unwrap();
+    assert_eq!(big.ensure(32).unwrap_err().fault(), Some(Fault::Busy));
+    small.trim(0).unwrap();
+    c.profile(&profile()).unwrap().release_credit().unwrap();
+    big.ensure(64).unwrap();
+    small.ensure(64).unwrap();
+    account(&broker, "private");
+    let never = Profile::uniform("never", "f32", 64, 1024, 1024, 32).unwrap();
+    let refused = c.profile(&never).unwrap_err();
+    assert!(
+        matches!(refused, Error::Refused { fault: Fault::NeverFits, needed: 4_194_304, .. }),
+        "{refused}"
+    );
+}
+
+#[test]
+fn threads_of_a_process_share_its_credit_without_sharing_a_block() {
+    let broker = broker(16);
+    let options = ClientOptions { credit_ahead: 4, ..ClientOptions::default() };
+    let c = Client::on(&broker, 1000, options).unwrap();
+    std::thread::scope(|scope| {
+        for who in 1..=4 {
+            let c = &c;
+            scope.spawn(move || {
+                let mut s = open(c);
+                for round in 0..20 {
+                    let tokens = 40 + (round * 37 + who as usize * 13) % 150;
+                    s.ensure(tokens).unwrap();
+                    fill(&mut s, 0..tokens, who);
+                    std::thread::yield_now();
+                    holds(&s, 0..tokens, who);
+                    s.trim(0).unwrap();
+                }
+            });
+        }
+    });
+    account(&broker, "private");
+}
+
+#[test]
+fn an_embedded_pool_needs_nothing_installed() {
+    let c = Client::embedded(EmbeddedOptions { pool_bytes: 12 << 20, extent_bytes: 3 << 20 }).unwrap();
+    let p = c.profile(&Profile::reference()).unwrap();
+    let mut s = c.open(&p, OpenOptions::default()).unwrap();
+    s.ensure(512).unwrap();
+    assert_eq!(s.table().len(), 32);
+    assert_eq!(p.room().unwrap().capacity, 32);
+    assert!(c.event_fd().is_none() && !c.is_lost());
+}

@@ -1,0 +1,11 @@
+//! Device tests: everything that touches a device node, on a real kernel.
+//!
+//! `scripts/vm` builds this program (feature `vm-tests`), boots a machine around it and runs it there as root, one
+//! test at a time; tests change to other users by forking. It is of no use outside of that machine: it takes the
+//! whole CMA area and changes the owners of device nodes.
+//!
+//! `kernel` holds what the kernel itself must do for the product's promises to hold. Its assertions are what the
+//! design rests on, so a kernel on which one of them fails is a kernel that the product must treat differently.
+
+mod kernel;
+mod support;
