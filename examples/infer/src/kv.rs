@@ -6,7 +6,9 @@
 use kvbroker::attention::{
     Contiguous, Element, KvSource, Scratch, Shape, attention, attention_heads, store_row,
 };
+use kvbroker::client::{Client, ClientProfile, OpenOptions, Session};
 pub use kvbroker::profile::Kv;
+use kvbroker::profile::{Group, Layer, Layout, Profile, ProfileError};
 use thiserror::Error;
 
 /// Why there is no room for more tokens.
@@ -15,6 +17,21 @@ use thiserror::Error;
 pub enum KvError {
     #[error("{tokens} tokens do not fit the {capacity} that were set aside: start with a longer context")]
     Full { tokens: usize, capacity: usize },
+    #[error(transparent)]
+    Geometry(#[from] ProfileError),
+    #[error(transparent)]
+    Broker(#[from] kvbroker::client::Error),
+}
+
+impl KvError {
+    /// One word for programs: the broker's verdict (`never-fits`, `busy`, `over-limit`, ...), if it is one.
+    pub fn kind(&self) -> &'static str {
+        match self {
+            KvError::Full { .. } => "full",
+            KvError::Geometry(_) => "geometry",
+            KvError::Broker(e) => e.fault().map_or("broker", |f| f.name()),
+        }
+    }
 }
 
 /// What the cache must hold per token.
@@ -39,6 +56,26 @@ impl Geometry {
     /// Bytes of one token's K row, and of its V row, in one layer.
     pub fn row_bytes(&self, element: Element) -> usize {
         self.kv_heads * self.head_dim * element.bytes()
+    }
+
+    /// The geometry as the broker wants it.
+    ///
+    /// Tokens per block: at least 16, and where 64 are enough, as many as make every plane whole pages, so that the
+    /// same blocks can be shown to a device plane by plane (SmolLM2 in f16: 32).
+    pub fn profile(&self, name: &str, element: Element, layout: Layout) -> Result<Profile, ProfileError> {
+        const PAGE: u64 = 4096;
+        let label = match element {
+            Element::F16 => "f16",
+            Element::F32 => "f32",
+        };
+        let row = u32::try_from(self.row_bytes(element)).unwrap_or(u32::MAX);
+        let layers = (0..self.layers as u32).map(|n| (n, Layer { k_row: row, v_row: row })).collect();
+        let groups = vec![Group { layers, window: None }];
+        let profile = Profile::new(name, label, layout, 16, groups.clone())?;
+        match profile.plane_view_tokens(PAGE).filter(|t| (17..=64).contains(t)) {
+            Some(tokens) => Profile::new(name, label, layout, tokens, groups),
+            None => Ok(profile),
+        }
     }
 }
 
@@ -131,6 +168,117 @@ struct Shared<'a, S>(&'a S);
 // SAFETY: a KvSource only computes addresses, and attention only reads from them; nobody in this process writes to
 // them meanwhile, because `Attention::run` is called with the store borrowed exclusively.
 unsafe impl<S: KvSource> Sync for Shared<'_, S> {}
+
+/// How to open a [`Broker`] store.
+#[derive(Debug, Clone)]
+pub struct KvOptions<'a> {
+    /// The session's name in `kvbctl`.
+    pub label: &'a str,
+    /// The model's name in `kvbctl`.
+    pub model: &'a str,
+    /// What tells this model's keys and values from all others': prefixes are shared only under the same text.
+    pub fingerprint: &'a str,
+    /// The model's geometry.
+    pub geometry: Geometry,
+    /// The type of the rows.
+    pub element: Element,
+    /// The order of rows in a block.
+    pub layout: Layout,
+    /// The longest length of the sequence, in tokens; one that can never fit is refused at once.
+    pub context: usize,
+}
+
+/// Blocks that a sequence holds.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Usage {
+    /// Held by this sequence alone.
+    pub private: usize,
+    /// Sealed, or held by another sequence too.
+    pub shared: usize,
+}
+
+/// Keys and values in blocks of kvbroker: all that an engine does to live in them.
+#[derive(Debug)]
+pub struct Broker {
+    session: Session,
+    /// Elements of a row.
+    row: usize,
+    element: Element,
+    attention: Attention,
+}
+
+impl Broker {
+    /// Connects (`KVBROKER_SOCKET`, or `KVBROKER_BACKEND=embedded`) and opens a sequence.
+    pub fn open(options: &KvOptions) -> Result<Self, KvError> {
+        let client = Client::connect()?;
+        let profile = options.geometry.profile(options.model, options.element, options.layout)?;
+        let profile = client.profile(&profile)?;
+        Broker::open_on(&client, &profile, options)
+    }
+
+    /// Opens another sequence of a client.
+    pub fn open_on(client: &Client, profile: &ClientProfile, options: &KvOptions) -> Result<Self, KvError> {
+        let session = client.open(
+            profile,
+            OpenOptions {
+                label: options.label.into(),
+                model: options.fingerprint.into(),
+                max_tokens: Some(options.context as u64),
+                ..OpenOptions::default()
+            },
+        )?;
+        Ok(Broker {
+            session,
+            row: options.geometry.kv_heads * options.geometry.head_dim,
+            element: options.element,
+            attention: Attention::new(options.geometry, options.element),
+        })
+    }
+
+    /// Takes over the longest published prefix of `ids`; returns how many tokens need not be computed.
+    pub fn attach(&mut self, ids: &[u32]) -> Result<usize, KvError> {
+        Ok(self.session.attach(ids)?)
+    }
+
+    /// Publishes the whole blocks of the first `ids.len()` tokens, which have been computed; returns how many tokens
+    /// they hold.
+    pub fn seal(&mut self, ids: &[u32]) -> Result<usize, KvError> {
+        Ok(self.session.seal(ids)?)
+    }
+
+    /// Keeps what is published of the first `tokens` tokens, also when nobody uses it.
+    pub fn pin(&mut self, tokens: usize) -> Result<(), KvError> {
+        self.session.pin(tokens)?;
+        Ok(())
+    }
+
+    /// What the sequence holds.
+    pub fn usage(&self) -> Usage {
+        let stats = self.session.stats();
+        Usage { private: stats.blocks_private, shared: stats.blocks_shared }
+    }
+}
+
+impl KvStore for Broker {
+    fn ensure(&mut self, tokens: usize) -> Result<(), KvError> {
+        Ok(self.session.ensure(tokens)?)
+    }
+
+    fn store(&mut self, token: usize, layer: usize, kv: Kv, row: &[f32]) {
+        assert!(token < self.session.tokens() && row.len() == self.row, "token {token} has no row like that");
+        // SAFETY: `ensure` made room for the token (checked) and left it private; the place holds a row of this many
+        // elements, because the profile was made from the same geometry. Other processes cannot hold a private block.
+        unsafe { store_row(self.element, self.session.row_mut(token, layer, kv), row) }
+    }
+
+    fn attend(&mut self, layer: usize, kv_tokens: usize, q: &[f32], out: &mut [f32]) {
+        assert!(kv_tokens <= self.session.tokens(), "{kv_tokens} tokens of {}", self.session.tokens());
+        let kv = self.session.paged(layer);
+        // SAFETY: the table has a mapped block for every token of the session (checked), and keeps it while the
+        // session is borrowed.
+        unsafe { self.attention.run(&kv, kv_tokens, q, out) }
+    }
+}
 
 /// Keys and values in one private array, as an engine without a broker keeps them: `[layer][K|V][token][row]`, the
 /// longest context reserved at once. The twin that paged results must equal bit for bit.

@@ -1,8 +1,9 @@
 //! Where the keys and values lie does not change a bit of the answer.
 
+mod common;
+
+use common::{bits, engine};
 use infer::kv::{Attention, Geometry, Kv, KvError, KvStore, Twin};
-use infer::load::{Loaded, cached_smollm2, load};
-use infer::model::Logits;
 use infer::weights::Precision;
 use kvbroker::attention::{Element, PAGE_SHIFT, Paged, store_row};
 use kvbroker::profile::{Group, Layer, Layout, Plane, Profile};
@@ -65,30 +66,6 @@ impl KvStore for Scattered {
         // SAFETY: the table has blocks of the pool for all tokens that `ensure` made room for.
         unsafe { self.attention.run(&kv, kv_tokens, q, out) }
     }
-}
-
-/// The bits of all logits: of a prompt in two uneven chunks, then of decoded tokens one by one.
-fn bits(engine: &Loaded, kv: &mut impl KvStore, prompt: &[u32], decoded: usize) -> Vec<u32> {
-    let mut bits = Vec::new();
-    let mut step = |tokens: &[u32], start| {
-        let logits = engine.model.step(kv, tokens, start, Logits::Last).unwrap();
-        assert!(logits.iter().all(|l| l.is_finite()));
-        bits.extend(logits.iter().map(|l| l.to_bits()));
-        infer::sampler::argmax(&logits).0
-    };
-    let (first, rest) = prompt.split_at(prompt.len() / 3);
-    step(first, 0);
-    let mut token = step(rest, first.len());
-    for n in 0..decoded {
-        token = step(&[token], prompt.len() + n);
-    }
-    bits
-}
-
-fn engine(precision: Precision) -> (Loaded, Vec<u32>) {
-    let engine = load(&cached_smollm2().unwrap_or_else(|e| panic!("{e}")), precision).unwrap();
-    let prompt = engine.text.encode(include_str!("../prompts/system.txt")).unwrap()[..100].to_vec();
-    (engine, prompt)
 }
 
 const DECODED: usize = 30;

@@ -31,20 +31,32 @@ impl Reference {
         Reference { prompt: prompt.to_vec(), decoded, logits }
     }
 
-    /// Feeds the same tokens to the engine, the prompt in chunks of `chunk`, and compares.
-    pub fn compare(&self, model: &Model, kv: &mut impl KvStore, chunk: usize) -> Figures {
-        let step = |kv: &mut _, tokens: &[u32], start| {
-            model.step(kv, tokens, start, Logits::Last).expect("the engine runs")
-        };
-        let mut figures = Figures::default();
-        let mut ours = Vec::new();
+    /// Feeds the same tokens to another model, the prompt in chunks of `chunk`.
+    pub fn rerun(&self, other: &mut Oracle, chunk: usize) -> Self {
+        let mut last = Vec::new();
         for (n, tokens) in self.prompt.chunks(chunk).enumerate() {
-            ours = step(kv, tokens, n * chunk);
+            last = other(tokens, n * chunk).expect("the model runs");
         }
-        figures.add(&self.logits[0], &ours);
+        let mut logits = vec![last];
         for (n, token) in self.decoded.iter().enumerate() {
-            ours = step(kv, &[*token], self.prompt.len() + n);
-            figures.add(&self.logits[n + 1], &ours);
+            logits.push(other(&[*token], self.prompt.len() + n).expect("the model runs"));
+        }
+        Reference { prompt: self.prompt.clone(), decoded: self.decoded.clone(), logits }
+    }
+
+    /// Feeds the same tokens to the engine.
+    pub fn rerun_engine(&self, model: &Model, kv: &mut impl KvStore, chunk: usize) -> Self {
+        let mut run =
+            |tokens: &[u32], start| Ok(model.step(kv, tokens, start, Logits::Last).expect("the engine runs"));
+        self.rerun(&mut run, chunk)
+    }
+
+    /// How far `other` lies from this one.
+    pub fn figures(&self, other: &Reference) -> Figures {
+        assert!(self.decoded == other.decoded, "two runs over different tokens");
+        let mut figures = Figures::default();
+        for (ours, theirs) in self.logits.iter().zip(&other.logits) {
+            figures.add(ours, theirs);
         }
         figures
     }
@@ -57,7 +69,7 @@ pub struct Figures {
     pub positions: usize,
     /// The largest difference of two logits.
     pub max_diff: f32,
-    /// Sum over the positions of KL(oracle || engine), in nats.
+    /// Sum over the positions of KL(oracle || other), in nats.
     kl: f64,
     /// The oracle's lead of its best over its second token, wherever the engine prefers another token.
     disagreements: Vec<f32>,

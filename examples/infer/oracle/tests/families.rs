@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::Path;
 
+use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
 use candle_transformers::models::{llama, qwen2, qwen3};
@@ -37,8 +38,8 @@ fn config(family: &str, shape: Shape, tied: bool, extra: serde_json::Value) -> S
     config.to_string()
 }
 
-/// Writes the weights that `config` asks for: normal, wide enough that attention is far from uniform.
-fn generate(config: &Config, seed: u64, file: &Path) {
+/// Makes the weights that `config` asks for: normal, wide enough that attention is far from uniform.
+fn generate(config: &Config, seed: u64) -> HashMap<String, Tensor> {
     let mut rng = StdRng::seed_from_u64(seed);
     let mut normal = |dims: &[usize], mean: f32, deviation: f32| {
         let values: Vec<f32> = (0..dims.iter().product())
@@ -81,7 +82,19 @@ fn generate(config: &Config, seed: u64, file: &Path) {
     if !c.tied {
         tensors.insert("lm_head.weight".to_owned(), normal(&[c.vocab, c.hidden], 0.0, head));
     }
-    candle_core::safetensors::save(&tensors, file).unwrap();
+    tensors
+}
+
+/// The same weights, each matrix rounded to what q8_0 can hold.
+fn rounded(tensors: &HashMap<String, Tensor>) -> HashMap<String, Tensor> {
+    // A q8_0 block is 32 values of one row: a matrix of other rows stays as it is, in the engine too.
+    let round = |t: &Tensor| match t.dims() {
+        [_, cols] if cols % 32 == 0 => {
+            QTensor::quantize(t, GgmlDType::Q8_0).unwrap().dequantize(&CPU).unwrap()
+        }
+        _ => t.clone(),
+    };
+    tensors.iter().map(|(name, t)| (name.clone(), round(t))).collect()
 }
 
 fn record(family: Family, json: &str, file: &Path, prompt: &[u32]) -> Reference {
@@ -120,27 +133,36 @@ fn check(family: &str, shape: Shape, tied: bool, extra: serde_json::Value) {
     let file = dir.path().join("model.safetensors");
     let json = config(family, shape, tied, extra);
     let config = Config::from_hf(&json).unwrap();
-    generate(&config, 20, &file);
+    let weights = generate(&config, 20);
+    candle_core::safetensors::save(&weights, &file).unwrap();
     let prompt: Vec<u32> = (0..PROMPT as u32).map(|i| (i * i * 7 + i * 13 + 5) % 331).collect();
     let reference = record(config.family, &json, &file, &prompt);
 
-    let engine = |precision| {
-        Model::load(config.clone(), &mut Source::safetensors(&[&file]).unwrap(), precision).unwrap()
+    let engine = |file: &Path, precision| {
+        Model::load(config.clone(), &mut Source::safetensors(&[file]).unwrap(), precision).unwrap()
     };
-    let model = engine(Precision::File);
+    let model = engine(&file, Precision::File);
     let twin = |element| Twin::new(model.geometry(), element, PROMPT + DECODED);
-    let exact = reference.compare(&model, &mut twin(Element::F32), 32);
+    let exact = reference.figures(&reference.rerun_engine(&model, &mut twin(Element::F32), 32));
     println!("{family} {shape:?}, f32 KV: {exact}");
     assert!(exact.max_diff <= 1e-3 && exact.same_choices(), "{family} {shape:?}: {exact}");
     assert!(exact.min_spread > 0.5, "{family} {shape:?}: {exact}");
 
-    let half = reference.compare(&model, &mut twin(Element::F16), 32);
+    let half = reference.figures(&reference.rerun_engine(&model, &mut twin(Element::F16), 32));
     println!("{family} {shape:?}, f16 KV: {half}");
     assert!(half.mean_kl() <= 1e-4 && half.same_choices(), "{family} {shape:?}: {half}");
 
-    let quantised = reference.compare(&engine(Precision::Q8), &mut twin(Element::F32), 32);
+    // candle gets the rounded weights in f32: what is left is the rounding of activations to 8 bits in q8_0 products.
+    let file = dir.path().join("rounded.safetensors");
+    candle_core::safetensors::save(&rounded(&weights), &file).unwrap();
+    let reference = record(config.family, &json, &file, &prompt);
+    let quantised = reference.figures(&reference.rerun_engine(
+        &engine(&file, Precision::Q8),
+        &mut twin(Element::F32),
+        32,
+    ));
     println!("{family} {shape:?}, q8_0 weights: {quantised}");
-    assert!(quantised.mean_kl() <= 1e-3 && quantised.same_choices(), "{family} {shape:?}: {quantised}");
+    assert!(quantised.mean_kl() <= 1e-2 && quantised.same_choices(), "{family} {shape:?}: {quantised}");
 }
 
 #[test]

@@ -1,6 +1,7 @@
 //! SmolLM2-135M-Instruct against candle's `quantized_llama`, on the demo's own prompt.
 
-use std::io::{BufReader, Cursor, Seek};
+use std::fs::File;
+use std::io::{BufReader, Cursor, Read, Seek};
 
 use candle_core::quantized::{GgmlDType, QTensor, gguf_file};
 use candle_core::{Device, Tensor};
@@ -25,18 +26,22 @@ fn prompt(engine: &Loaded) -> Vec<u32> {
     engine.text.encode(&engine.text.render(&chat, true).unwrap()).unwrap()
 }
 
-fn record<R: std::io::Read + Seek>(prompt: &[u32], mut file: R) -> Reference {
+/// candle's model of a GGUF file, ready to be asked.
+fn candle<R: Read + Seek>(mut file: R) -> impl FnMut(&[u32], usize) -> candle_core::Result<Vec<f32>> {
     let content = gguf_file::Content::read(&mut file).unwrap();
     let mut model = ModelWeights::from_gguf(content, &mut file, &CPU).unwrap();
-    Reference::record(prompt, &mut |tokens, start| {
+    move |tokens, start| {
         model.forward(&Tensor::new(tokens, &CPU)?.unsqueeze(0)?, start)?.flatten_all()?.to_vec1()
-    })
+    }
+}
+
+fn file() -> BufReader<File> {
+    BufReader::new(File::open(cached_smollm2().unwrap_or_else(|e| panic!("{e}"))).unwrap())
 }
 
 /// The same model with every weight widened to f32, as a GGUF file in memory.
 fn widened() -> Cursor<Vec<u8>> {
-    let path = cached_smollm2().unwrap_or_else(|e| panic!("{e}"));
-    let mut file = BufReader::new(std::fs::File::open(path).unwrap());
+    let mut file = file();
     let content = gguf_file::Content::read(&mut file).unwrap();
     let tensors: Vec<(String, QTensor)> = content
         .tensor_infos
@@ -56,33 +61,37 @@ fn widened() -> Cursor<Vec<u8>> {
 }
 
 #[test]
-fn with_weights_widened_to_f32_the_logits_are_those_of_candle() {
-    let engine = engine(Precision::F32);
-    let prompt = prompt(&engine);
+fn the_logits_are_those_of_candle() {
+    let wide = engine(Precision::F32);
+    let prompt = prompt(&wide);
     assert!(prompt.len() > 256, "{}", prompt.len());
-    let reference = record(&prompt, widened());
-    let twin = |element| Twin::new(engine.model.geometry(), element, prompt.len() + DECODED);
+    let twin = |element| Twin::new(wide.model.geometry(), element, prompt.len() + DECODED);
+    let exact = Reference::record(&prompt, &mut candle(widened()));
 
-    let exact = reference.compare(&engine.model, &mut twin(Element::F32), 100);
-    println!("SmolLM2, f32 weights, f32 KV: {exact}");
-    assert!(exact.max_diff <= 1e-3 && exact.same_choices(), "{exact}");
-    assert!(exact.min_spread > 1.0, "{exact}");
+    let same = exact.figures(&exact.rerun_engine(&wide.model, &mut twin(Element::F32), 100));
+    println!("SmolLM2, f32 weights, f32 KV: {same}");
+    assert!(same.max_diff <= 1e-3 && same.same_choices(), "{same}");
+    assert!(same.min_spread > 1.0, "{same}");
 
-    let half = reference.compare(&engine.model, &mut twin(Element::F16), 100);
+    let half = exact.figures(&exact.rerun_engine(&wide.model, &mut twin(Element::F16), 100));
     println!("SmolLM2, f32 weights, f16 KV: {half}");
     assert!(half.mean_kl() <= 1e-4 && half.same_choices(), "{half}");
-}
 
-#[test]
-fn with_the_files_quantised_weights_the_choices_are_those_of_candle() {
-    let engine = engine(Precision::File);
-    let prompt = prompt(&engine);
-    let file = std::fs::File::open(cached_smollm2().unwrap_or_else(|e| panic!("{e}"))).unwrap();
-    let reference = record(&prompt, BufReader::new(file));
+    // Quantised products round the activations to 8 bits, and thirty layers amplify whichever way a tie falls: one
+    // unit in the last place of attention's result moves the logits of this engine by a mean KL of 3e-3 from its own.
+    // So two programs that are both right differ by that much, and what can be asked is that the engine's rounding
+    // costs no more than candle's does, both against the same weights in f32.
+    let quantised = engine(Precision::File);
+    let rounded = exact.rerun(&mut candle(file()), prompt.len());
+    let theirs = exact.figures(&rounded);
+    println!("SmolLM2, candle's own loss by quantised products: {theirs}");
     for element in [Element::F32, Element::F16] {
-        let mut twin = Twin::new(engine.model.geometry(), element, prompt.len() + DECODED);
-        let figures = reference.compare(&engine.model, &mut twin, 100);
-        println!("SmolLM2, quantised weights, {element:?} KV: {figures}");
-        assert!(figures.mean_kl() <= 1e-3 && figures.same_choices(), "{element:?}: {figures}");
+        let run = exact.rerun_engine(&quantised.model, &mut twin(element), 100);
+        let ours = exact.figures(&run);
+        println!("SmolLM2, quantised weights, {element:?} KV, against f32 weights: {ours}");
+        assert!(ours.mean_kl() <= 2.0 * theirs.mean_kl(), "{element:?}: {ours}, candle's {theirs}");
+        let both = rounded.figures(&run);
+        println!("SmolLM2, quantised weights, {element:?} KV, against candle's quantised: {both}");
+        assert!(both.mean_kl() <= 1e-2 && both.same_choices(), "{element:?}: {both}");
     }
 }
