@@ -13,8 +13,6 @@ use nix::errno::Errno;
 
 use super::{Backend, Buffer, Heap, HeapError};
 
-/// Where the kernel puts heaps.
-pub const DEFAULT_DIR: &str = "/dev/dma_heap";
 /// Names under which kernels have offered their CMA heap, newest first.
 const CMA_NAMES: [&str; 5] = ["default_cma_region", "reserved", "linux,cma", "cma", "default-pool"];
 
