@@ -1,6 +1,6 @@
 //! The loop: readiness in, requests to the broker, messages out.
 //!
-//! Owns all connections. Invariants: every connection gets its turn, a few messages at a time; nothing here blocks; a
+//! Owns all connections. Invariants: every connection gets its turn, one message at a time; nothing here blocks; a
 //! client is gone from the broker in the same turn in which its connection or its process has ended.
 
 use std::collections::BTreeMap;
@@ -22,7 +22,7 @@ use crate::id::ClientId;
 use crate::seqpacket::SeqPacket;
 use crate::wire::MAX_MESSAGE;
 
-/// Messages of one client in one turn.
+/// Connections that are accepted in one turn.
 const PER_TURN: usize = 16;
 /// How long to leave alone what the kernel had no room for.
 const BREATHER: Duration = Duration::from_millis(20);
@@ -242,38 +242,41 @@ impl Server {
         Ok(())
     }
 
-    /// One client's turn: what waits is sent, then a few requests are read.
+    /// One client's turn: what waits is sent, else one request is read.
     fn turn(&mut self, id: ClientId, events: EpollFlags) {
-        if !self.flush(id) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if connection.has_queued() {
+            return self.flush(id);
+        }
+        if self.broker.is_waiting(id) {
+            // A hang-up is seen also by one who is not listened to.
+            if events.intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
+                self.end(id);
+            }
             return;
         }
-        for _ in 0..PER_TURN {
-            let Some(connection) = self.connections.get(&id) else { return };
-            if connection.has_queued() || self.broker.is_waiting(id) {
-                // A hang-up is seen also by one who is not listened to.
-                if events.contains(EpollFlags::EPOLLHUP) {
-                    self.end(id);
-                }
-                return;
+        match connection.socket.recv(&mut self.buffer) {
+            Ok(r) if r.bytes == 0 => self.end(id),
+            Ok(r) if !r.fds.is_empty() || r.fds_lost => {
+                log::warn!(
+                    "client {} (uid {}): sent descriptors, which no request carries",
+                    id.0,
+                    connection.uid
+                );
+                self.end(id);
             }
-            match connection.socket.recv(&mut self.buffer) {
-                Ok(r) if r.bytes == 0 => return self.end(id),
-                Ok(r) if !r.fds.is_empty() || r.fds_lost => {
-                    log::warn!(
-                        "client {} (uid {}): sent descriptors, which no request carries",
-                        id.0,
-                        connection.uid
-                    );
-                    return self.end(id);
-                }
-                Ok(r) => self.broker.request(id, &self.buffer[..r.bytes]),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
-                Err(e) => {
-                    log::debug!("client {}: {e}", id.0);
-                    return self.end(id);
+            Ok(r) => {
+                self.broker.request(id, &self.buffer[..r.bytes]);
+                self.carry();
+                if self.broker.is_waiting(id) {
+                    self.listen_for(id, EpollFlags::empty());
                 }
             }
-            self.carry();
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            Err(e) => {
+                log::debug!("client {}: {e}", id.0);
+                self.end(id);
+            }
         }
     }
 
@@ -298,11 +301,10 @@ impl Server {
         }
     }
 
-    /// Sends what can be sent, and waits for the right thing then. `false` when the connection has ended.
-    fn flush(&mut self, id: ClientId) -> bool {
-        let Some(connection) = self.connections.get_mut(&id) else { return false };
-        let flushed = connection.flush();
-        let flags = match flushed {
+    /// Sends what can be sent, and waits for the right thing then.
+    fn flush(&mut self, id: ClientId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let flags = match connection.flush() {
             Flushed::All if self.broker.is_waiting(id) => EpollFlags::empty(),
             Flushed::All => EpollFlags::EPOLLIN,
             // Edge-triggered: the socket is writable all along; what counts is the moment at which the client reads.
@@ -311,18 +313,24 @@ impl Server {
                 self.crowded.push(id);
                 EpollFlags::empty()
             }
-            Flushed::End => {
-                self.end(id);
-                return false;
-            }
+            Flushed::End => return self.end(id),
         };
+        self.listen_for(id, flags);
+    }
+
+    /// Has epoll tell about `flags` of a connection (hang-ups it tells about always), if it does not already. Arming an
+    /// edge that is armed would make epoll tell at once, again and again.
+    fn listen_for(&mut self, id: ClientId, flags: EpollFlags) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if connection.listening == flags {
+            return;
+        }
+        connection.listening = flags;
         let mut event = EpollEvent::new(flags, Token::Client(id).pack());
         if let Err(e) = self.epoll.modify(&*connection, &mut event) {
             log::warn!("client {}: {e}", id.0);
             self.end(id);
-            return false;
         }
-        true
     }
 
     fn end(&mut self, id: ClientId) {
