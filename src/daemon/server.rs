@@ -5,6 +5,7 @@
 
 use std::collections::BTreeMap;
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -26,6 +27,9 @@ use crate::wire::MAX_MESSAGE;
 const PER_TURN: usize = 16;
 /// How long to leave alone what the kernel had no room for.
 const BREATHER: Duration = Duration::from_millis(20);
+
+/// How often the books are checked in a release build.
+const CHECK_AT_MOST_EVERY: Duration = Duration::from_secs(1);
 
 /// What an event is about. Packed into epoll's 64 bits: the kind in the lowest three.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,7 +73,9 @@ impl Token {
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Server {
-    broker: Broker,
+    // Never dropped: dropping a memfd extent would empty it under whoever holds it, and what clients hold at the end is
+    // theirs.
+    broker: ManuallyDrop<Broker>,
     worker: Worker,
     epoll: Epoll,
     clients: Listener,
@@ -87,6 +93,9 @@ pub(super) struct Server {
     /// Listeners that are left alone until then.
     paused_until: Option<Instant>,
     watchdog: Option<Duration>,
+    /// Something has changed since the books were checked, and when that was.
+    unchecked: bool,
+    last_check: Instant,
     buffer: Box<[u8]>,
 }
 
@@ -107,7 +116,7 @@ impl Server {
         epoll.add(&worker, read(Token::Worker))?;
         epoll.add(&signals, read(Token::Signal))?;
         Ok(Server {
-            broker,
+            broker: ManuallyDrop::new(broker),
             worker,
             epoll,
             clients,
@@ -121,6 +130,8 @@ impl Server {
             crowded: Vec::new(),
             paused_until: None,
             watchdog,
+            unchecked: false,
+            last_check: Instant::now(),
             buffer: vec![0; MAX_MESSAGE].into_boxed_slice(),
         })
     }
@@ -142,6 +153,7 @@ impl Server {
                     let _ = sd_notify::notify(&[sd_notify::NotifyState::Watchdog]);
                 }
             }
+            self.unchecked |= count > 0;
             for event in &events[..count] {
                 match Token::unpack(event.data()) {
                     Some(Token::Signal) if self.asked_to_stop() => return self.stop(),
@@ -150,6 +162,24 @@ impl Server {
                 }
             }
             self.settle();
+            self.check_when_idle(&mut events);
+        }
+    }
+
+    /// Checks every invariant of the broker, at most once a second, when nobody waits for anything.
+    fn check_when_idle(&mut self, events: &mut [EpollEvent]) {
+        if !self.unchecked || self.last_check.elapsed() < CHECK_AT_MOST_EVERY {
+            return;
+        }
+        // Level-triggered events that this look finds are found again by the wait; edges are only armed for
+        // connections that have something queued, and then the check waits.
+        if self.connections.values().any(Connection::has_queued) {
+            return;
+        }
+        if matches!(self.epoll.wait(events, EpollTimeout::ZERO), Ok(0)) {
+            self.broker.check();
+            self.unchecked = false;
+            self.last_check = Instant::now();
         }
     }
 
@@ -341,6 +371,8 @@ impl Server {
         }
         self.broker.disconnect(id);
         if connection.socket.unread_by_peer().is_ok_and(|bytes| bytes > 0) {
+            // The peer may read to the end, and then sees that it is the end.
+            connection.socket.shut_down();
             self.tombstones.push((connection.uid, connection.socket));
         }
     }
@@ -395,10 +427,6 @@ impl Server {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
         self.broker.say_goodbye();
         self.carry();
-        // The sockets go, the memory does not: dropping a memfd extent would empty it under its holder.
-        drop(self.clients);
-        drop(self.admin);
-        std::mem::forget(self.broker);
         Ok(())
     }
 }
