@@ -13,8 +13,6 @@ use nix::errno::Errno;
 
 use super::{Backend, Buffer, Heap, HeapError};
 
-/// Where the kernel puts heaps.
-pub const DEFAULT_DIR: &str = "/dev/dma_heap";
 /// Names under which kernels have offered their CMA heap, newest first.
 const CMA_NAMES: [&str; 5] = ["default_cma_region", "reserved", "linux,cma", "cma", "default-pool"];
 
@@ -99,6 +97,7 @@ impl Heap for DmaHeap {
 }
 
 /// `DMA_BUF_IOCTL_SYNC` with END and WRITE: caches are written back to memory.
+#[allow(unsafe_code)]
 pub(super) fn end_cpu_write(fd: BorrowedFd<'_>) -> io::Result<()> {
     const SYNC_WRITE: u64 = 2;
     const SYNC_END: u64 = 4;
