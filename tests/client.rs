@@ -439,3 +439,52 @@ fn an_embedded_pool_needs_nothing_installed() {
     assert_eq!(p.room().unwrap().capacity, 32);
     assert!(c.event_fd().is_none() && !c.is_lost());
 }
+
+#[test]
+fn a_copy_at_the_start_of_a_long_table_takes_nothing_from_the_rest() {
+    let broker = broker(340);
+    let c = client(&broker, 1000);
+    let mut s = open(&c);
+    let blocks = 1100;
+    s.ensure(blocks * 16).unwrap();
+    for block in 0..blocks {
+        fill(&mut s, block * 16..block * 16 + 1, 1);
+    }
+    let mut twin = s.fork().unwrap();
+    s.writable(0..1).unwrap();
+    fill(&mut s, 0..1, 2);
+    // More than one message can report has to be said before this is answered.
+    s.ensure((blocks + 20) * 16).unwrap();
+    assert_eq!(account(&broker, "shared"), (blocks as u64 - 1) * (32 << 10));
+    for block in 1..blocks {
+        holds(&s, block * 16..block * 16 + 1, 1);
+        holds(&twin, block * 16..block * 16 + 1, 1);
+    }
+    holds(&s, 0..1, 2);
+    holds(&twin, 0..1, 1);
+    twin.trim(16).unwrap();
+    drop(s);
+    drop(twin);
+    assert_eq!(account(&broker, "private") + account(&broker, "shared") + account(&broker, "credit"), 0);
+}
+
+#[test]
+fn what_is_sealed_again_after_a_change_at_its_start_is_found_under_its_first_name_only() {
+    let broker = broker(8);
+    let c = client(&broker, 1000);
+    let ids: Vec<u32> = (0..48).collect();
+    let mut s = open(&c);
+    s.ensure(48).unwrap();
+    fill(&mut s, 0..48, 1);
+    s.seal(&ids).unwrap();
+    s.writable(0..16).unwrap();
+    fill(&mut s, 0..16, 2);
+    let mut changed = ids.clone();
+    changed[0] = 99;
+    // Blocks 1 and 2 were not computed after the new block 0: they stay what they were.
+    assert_eq!(s.seal(&changed).unwrap(), 48);
+    assert_eq!(open(&c).attach(&changed).unwrap(), 16);
+    drop(s);
+    assert_eq!(open(&c).attach(&changed).unwrap(), 0);
+    assert_eq!(account(&broker, "shared"), 0);
+}

@@ -434,7 +434,10 @@ impl Shared {
     fn call(&self, verb: Verb, session: u64, fill: impl FnOnce(&mut Writer)) -> Result<Message, Error> {
         let mut link = self.link()?;
         let reply = link.call(verb, session, self.options.timeout, fill);
-        self.take_in(&mut link)?;
+        // What the broker has done is done, whatever else it had to say.
+        if let Err(e) = self.take_in(&mut link) {
+            log::debug!("taking in what the broker says: {e}");
+        }
         reply
     }
 
@@ -531,12 +534,18 @@ impl Shared {
                 w.put(&wire::Free { count: (grant.blocks.len() as u32).into(), reserved: 0.into() });
                 w.put_blocks(grant.blocks.iter().map(|(block, _)| *block));
             })?;
-            for extent in grant.extents {
-                self.arena.unmap(extent);
-                self.send_return(link, extent)?;
-            }
+            self.return_extents(link, &grant.extents)?;
         }
         taken
+    }
+
+    /// Extents that came with a grant which cannot be used: the broker must know that they are not here.
+    fn return_extents(&self, link: &mut Link, extents: &[ExtentId]) -> Result<(), Error> {
+        for &extent in extents {
+            self.arena.unmap(extent);
+            self.send_return(link, extent)?;
+        }
+        Ok(())
     }
 
     fn send_return(&self, link: &mut Link, extent: ExtentId) -> Result<(), Error> {
@@ -574,7 +583,10 @@ impl Shared {
                 w.put_blocks(names);
             });
             if let Err(e) = sent {
-                some.iter().for_each(|s| format.credits.give(*s));
+                // After a timeout nobody knows whether the broker has them: nobody uses them here any more.
+                if !matches!(e, Error::Timeout(_)) {
+                    some.iter().for_each(|s| format.credits.give(*s));
+                }
                 return Err(e);
             }
         }
