@@ -437,3 +437,29 @@ fn an_embedded_pool_needs_nothing_installed() {
     assert_eq!(p.room().unwrap().capacity, 32);
     assert!(c.event_fd().is_none() && !c.is_lost());
 }
+
+#[test]
+fn a_length_beyond_the_pool_is_refused_at_once_and_takes_nothing_from_anybody() {
+    // 300 blocks: more than one request can ask for.
+    let broker = broker(75);
+    let c = client(&broker, 1000);
+    let mut s = open(&c);
+    let refused = s.ensure(301 * 16).unwrap_err();
+    assert!(
+        matches!(refused, Error::Refused { fault: Fault::NeverFits, needed: 301, available: 300, .. }),
+        "{refused}"
+    );
+    let refused = s.ensure(usize::MAX).unwrap_err();
+    assert_eq!(refused.fault(), Some(Fault::NeverFits), "{refused}");
+    let mut other = open(&c);
+    other.ensure(16).unwrap();
+    let refused = s.ensure(300 * 16).unwrap_err();
+    assert!(
+        matches!(refused, Error::Refused { fault: Fault::Busy, needed: 300, available: 299, .. }),
+        "{refused}"
+    );
+    // The other session's block, and nothing ahead of need.
+    assert_eq!((s.tokens(), c.profile(&profile()).unwrap().room().unwrap().held), (0, 1));
+    s.ensure(299 * 16).unwrap();
+    assert_eq!(s.table().len(), 299);
+}
