@@ -2,6 +2,7 @@
 
 pub mod attention;
 pub mod broker;
+pub mod capi;
 pub mod client;
 #[cfg(feature = "daemon")]
 pub mod daemon;
