@@ -146,7 +146,8 @@ typedef struct kvb_client_options {
 /* Connects to the broker at `socket`. With NULL: at KVBROKER_SOCKET if it is set, else /run/kvbroker/kvbroker.sock; and
  * with KVBROKER_BACKEND=embedded in the environment a pool of this process's own instead, of the default sizes.
  * `options` may be NULL. The environment is read during the call: no other thread may change it meanwhile.
- * Errors: NOT_REACHABLE, INVALID, TIMEOUT, BAD_REQUEST (another protocol version), OVER_LIMIT, MAP. */
+ * Errors: NOT_REACHABLE, INVALID, TIMEOUT, BAD_REQUEST (another protocol version), LOST (the broker hung up: it has as
+ * many connections as it may, of this uid or in all; its log says so), MAP. */
 KVB_API KVB_MUST_CHECK int kvb_connect(const char *socket, const kvb_client_options *options, kvb_client **out);
 
 typedef struct kvb_embedded_options {
