@@ -215,7 +215,8 @@ impl Client {
         Client::embedded_with(options, ClientOptions::default())
     }
 
-    fn embedded_with(embedded: EmbeddedOptions, options: ClientOptions) -> Result<Self, Error> {
+    /// [`embedded`](Self::embedded) with options.
+    pub fn embedded_with(embedded: EmbeddedOptions, options: ClientOptions) -> Result<Self, Error> {
         let extents = u32::try_from(embedded.pool_bytes / embedded.extent_bytes.max(1)).unwrap_or(u32::MAX);
         let heap = Arc::new(Memfd::new(false));
         let broker = Broker::new(heap, embedded.extent_bytes, extents, extents, Policy::default())?;
@@ -353,12 +354,7 @@ impl ClientProfile {
 
     /// How much of it there is.
     pub fn room(&self) -> Result<Room, Error> {
-        let query = wire::Query { format: self.format.id.into(), reserved: 0.into() };
-        let reply = self.client.call(Verb::Query, 0, |w| {
-            w.put(&query);
-        })?;
-        let room: wire::Room = read_one(&reply)?;
-        Ok(Room { capacity: room.capacity.get(), free: room.free.get(), held: room.held.get() })
+        self.client.room(&self.format)
     }
 
     /// Takes `blocks` blocks as credit now, all or none, so that growing by as much cannot be refused later.
@@ -429,6 +425,15 @@ impl Shared {
         let mut link = self.link()?;
         link.drain();
         self.take_in(&mut link)
+    }
+
+    fn room(&self, format: &Format) -> Result<Room, Error> {
+        let query = wire::Query { format: format.id.into(), reserved: 0.into() };
+        let reply = self.call(Verb::Query, 0, |w| {
+            w.put(&query);
+        })?;
+        let room: wire::Room = read_one(&reply)?;
+        Ok(Room { capacity: room.capacity.get(), free: room.free.get(), held: room.held.get() })
     }
 
     fn call(&self, verb: Verb, session: u64, fill: impl FnOnce(&mut Writer)) -> Result<Message, Error> {

@@ -205,8 +205,11 @@ impl Session {
         Ok(())
     }
 
-    /// Takes blocks: from credit, and what is missing from the broker.
+    /// Takes blocks: from credit, and what is missing from the broker. All or none.
     fn take(&mut self, count: usize) -> Result<Vec<Spare>, Error> {
+        if count > MAX_FDS && count > self.format.credits.count() as usize {
+            self.admit(count)?;
+        }
         let mut got: Vec<Spare> = Vec::with_capacity(count);
         let from_credit = |got: &mut Vec<Spare>| {
             let missing = count - got.len();
@@ -214,9 +217,13 @@ impl Session {
         };
         from_credit(&mut got);
         if got.len() < count && self.client.is_asked(&self.format) {
-            self.client.poll()?;
+            if let Err(e) = self.client.poll() {
+                got.into_iter().for_each(|spare| self.format.credits.give(spare));
+                return Err(e);
+            }
             from_credit(&mut got);
         }
+        let had = got.len();
         while got.len() < count {
             match self.refill(count - got.len()) {
                 Ok(spares) => {
@@ -226,12 +233,41 @@ impl Session {
                     ahead.iter().for_each(|spare| self.format.credits.give(*spare));
                 }
                 Err(e) => {
+                    // What came for this call goes back: as credit, a refusal would keep it from everybody else.
+                    let came = got.split_off(had);
                     got.into_iter().for_each(|spare| self.format.credits.give(spare));
+                    if let Err(why) = self.client.free(&self.format, came) {
+                        log::debug!("session {}: blocks stay credit: {why}", self.id);
+                    }
                     return Err(e);
                 }
             }
         }
         Ok(got)
+    }
+
+    /// Refuses at once what takes several requests and cannot all be granted.
+    fn admit(&self, count: usize) -> Result<(), Error> {
+        let room = self.client.room(&self.format)?;
+        let needed = count as u64;
+        let all = needed.saturating_add((self.entries.len() - self.head) as u64);
+        let ready = room.free + u64::from(self.format.credits.count());
+        let (fault, needed, available) = if all > room.capacity {
+            (wire::Fault::NeverFits, all, room.capacity)
+        } else if needed > ready {
+            (wire::Fault::Busy, needed, ready)
+        } else {
+            return Ok(());
+        };
+        let text = match fault {
+            wire::Fault::NeverFits => format!(
+                "{needed} blocks will never fit: this tenant can hold at most {available} of this format"
+            ),
+            _ => format!(
+                "{needed} blocks are needed, {available} can be had now; close or trim sessions, or try again later"
+            ),
+        };
+        Err(Error::Refused { fault, needed, available, text })
     }
 
     /// Asks the broker for blocks and waits. What was asked for ahead counts.
