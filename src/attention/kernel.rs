@@ -5,9 +5,14 @@
 //! stages K as f32, scores it against all the tile's rows of that head, stages V, adds it up. So a K or V row is
 //! fetched and converted once per tile, and serves every query head of its group and every query of the tile.
 //!
+//! Both products are sums of outer products, [`multiply`]: a few values, each times the same few vectors, summed in
+//! registers. For the scores the vectors are rows (a query head of a query each), side by side, and the values those
+//! of K; so no sum runs across a vector, which compilers do badly. For the result the vectors are dimensions of V and
+//! the values are weights. This is what makes plain loops reach the speed of tuned libraries.
+//!
 //! Invariant: chunks begin at multiples of [`CHUNK`], counted from token 0 of the sequence, and a row's sums run over
-//! tokens in ascending order, and over dimensions in an order that is the same for all rows. Tokens that a row does
-//! not see weigh exactly 0. Hence the bits of a row depend on no other row and on no block size.
+//! tokens and over dimensions in ascending order. Tokens that a row does not see add nothing. Hence the bits of a row
+//! depend on no other row and on no block size.
 
 use std::ops::Range;
 
@@ -16,17 +21,16 @@ use super::{KvSource, Shape};
 
 /// Values that are computed side by side: one AVX register, two of NEON.
 const LANES: usize = 8;
-/// What a row is made of: rows are padded with zeros to whole pairs of these.
+/// A vector.
 type Lanes = [f32; LANES];
 /// Tokens between two updates of the running maximum. K or V of a chunk, 16 KiB with 128 dimensions, stays in the
 /// first-level cache.
 const CHUNK: usize = 32;
 /// The most rows (query heads times queries) of a tile, unless one query of one KV head has more.
 const TILE_ROWS: usize = 64;
-/// Rows that a microkernel takes at a time.
-const ROWS: usize = 4;
-/// Tokens that the score microkernel takes at a time: divides `CHUNK`.
-const TOKENS: usize = 2;
+/// Vectors that the microkernels sum up at a time: enough to hide the latency of multiply-add, few enough for the 16
+/// registers of AVX.
+const SUMS: usize = 8;
 
 /// One checked call.
 pub(super) struct Call<'a, S> {
@@ -38,48 +42,48 @@ pub(super) struct Call<'a, S> {
     pub q: &'a [f32],
 }
 
-/// A tile's working memory. Rows are `[KV head][query][query head of the group]`.
+/// A tile's working memory. Rows are `[KV head][query][query head of the group]`; those of one KV head are cut into
+/// panels of `P` vectors, the last one padded.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    /// Scaled queries, `[row][width]`.
+    /// Scaled queries, `[KV head][panel][dim][P]`.
     q: Vec<Lanes>,
-    /// The weighted sums of V, `[row][width]`.
+    /// Weighted sums of V, `[row][width]`, where `width` vectors hold one head's dimensions.
     acc: Vec<Lanes>,
-    /// Scores, then weights, of one KV head's rows: `[row][CHUNK]`.
-    weights: Vec<[f32; CHUNK]>,
-    /// K, then V, of a chunk of one KV head: `[token][width]`.
+    /// Scores, then weights, of one KV head's rows: `[panel][CHUNK][P]`.
+    weights: Vec<Lanes>,
+    /// K, then V, of a chunk of one KV head: `[CHUNK][width]`.
     staged: Vec<Lanes>,
-    /// Per row: the greatest score so far.
-    max: Vec<f32>,
-    /// Per row: the sum of the weights so far, relative to that maximum.
-    sum: Vec<f32>,
+    /// Per row the greatest score so far, `[KV head][panel][P]`.
+    max: Vec<Lanes>,
+    /// Per row the sum of the weights so far, relative to that maximum; as `max`.
+    sum: Vec<Lanes>,
 }
 
 impl Scratch {
-    fn fit(&mut self, rows: usize, width: usize) {
-        fn grow<T: Clone>(v: &mut Vec<T>, len: usize, value: T) {
+    /// Makes it large enough; what it holds is left over from earlier calls.
+    fn fit(&mut self, heads: usize, rows: usize, vectors: usize, dim: usize, width: usize) {
+        fn grow(v: &mut Vec<Lanes>, len: usize) {
             if v.len() < len {
-                v.resize(len, value);
+                v.resize(len, [0.0; LANES]);
             }
         }
-        grow(&mut self.q, rows * width, [0.0; LANES]);
-        grow(&mut self.acc, rows * width, [0.0; LANES]);
-        grow(&mut self.weights, rows, [0.0; CHUNK]);
-        grow(&mut self.staged, CHUNK * width, [0.0; LANES]);
-        grow(&mut self.max, rows, 0.0);
-        grow(&mut self.sum, rows, 0.0);
+        grow(&mut self.q, heads * vectors * dim);
+        grow(&mut self.acc, heads * rows * width);
+        grow(&mut self.weights, vectors * CHUNK);
+        grow(&mut self.staged, CHUNK * width);
+        grow(&mut self.max, heads * vectors);
+        grow(&mut self.sum, heads * vectors);
     }
 
     /// Fills all of it, for any test's shape, with NaN.
     #[cfg(test)]
     pub(super) fn poison(&mut self) {
-        self.fit(TILE_ROWS, 64);
-        self.q.fill([f32::NAN; LANES]);
-        self.acc.fill([f32::NAN; LANES]);
-        self.weights.fill([f32::NAN; CHUNK]);
-        self.staged.fill([f32::NAN; LANES]);
-        self.max.fill(f32::NAN);
-        self.sum.fill(f32::NAN);
+        self.fit(1, 2 * TILE_ROWS, 2 * TILE_ROWS, 256, 32);
+        let Scratch { q, acc, weights, staged, max, sum } = self;
+        for part in [q, acc, weights, staged, max, sum] {
+            part.fill([f32::NAN; LANES]);
+        }
     }
 }
 
@@ -144,17 +148,22 @@ unsafe fn tiles<S: KvSource, E: Stored, const FMA: bool>(
     let group = call.shape.group();
     let queries = (TILE_ROWS / group).clamp(1, call.queries);
     let heads = (TILE_ROWS / (group * queries)).clamp(1, call.heads.len());
-    let width = call.shape.head_dim.div_ceil(2 * LANES) * 2;
-    scratch.fit(heads * queries * group, width);
     for head in call.heads.clone().step_by(heads) {
         for query in (0..call.queries).step_by(queries) {
-            let tile = Tile {
-                heads: head..call.heads.end.min(head + heads),
-                queries: query..call.queries.min(query + queries),
-                width,
-            };
+            let heads = head..call.heads.end.min(head + heads);
+            let queries = query..call.queries.min(query + queries);
+            let rows = queries.len() * group;
+            let width = call.shape.head_dim.div_ceil(2 * LANES) * 2;
+            let tile = Tile { heads, queries, rows, width };
+            // A decode step has few rows: one vector of them, most often. Two, if there are more, share the loads.
             // SAFETY: the caller's promise.
-            unsafe { tile.run::<S, E, FMA>(call, out, scratch) };
+            unsafe {
+                if rows <= LANES {
+                    tile.run::<S, E, 1, FMA>(call, out, scratch)
+                } else {
+                    tile.run::<S, E, 2, FMA>(call, out, scratch)
+                }
+            }
         }
     }
 }
@@ -162,6 +171,9 @@ unsafe fn tiles<S: KvSource, E: Stored, const FMA: bool>(
 struct Tile {
     heads: Range<usize>,
     queries: Range<usize>,
+    /// Rows of each KV head.
+    rows: usize,
+    /// Vectors that one head's dimensions take: an even number.
     width: usize,
 }
 
@@ -169,16 +181,17 @@ impl Tile {
     /// # Safety
     /// As [`run`].
     #[inline(always)]
-    unsafe fn run<S: KvSource, E: Stored, const FMA: bool>(
+    unsafe fn run<S: KvSource, E: Stored, const P: usize, const FMA: bool>(
         &self,
         call: &Call<S>,
         out: &mut [f32],
         scratch: &mut Scratch,
     ) {
-        let (shape, width) = (call.shape, self.width);
-        let group = shape.group();
-        let rows = self.queries.len() * group; // of one KV head
-        self.begin(call, scratch);
+        let (shape, rows, width) = (call.shape, self.rows, self.width);
+        let (group, dim) = (shape.group(), shape.head_dim);
+        let panels = rows.div_ceil(P * LANES);
+        scratch.fit(self.heads.len(), rows, panels * P, dim, width);
+        self.begin::<S, P>(call, scratch);
         // Positions only grow: the first query sees the earliest tokens, the last one the latest.
         let position = |query: usize| call.kv_tokens - call.queries + query;
         let first = shape.visible(position(self.queries.start)).start;
@@ -192,88 +205,101 @@ impl Tile {
                 from..(seen.end.clamp(chunk, chunk + CHUNK) - chunk).max(from)
             };
             for n in 0..self.heads.len() {
-                let at = (self.heads.start + n) * shape.head_dim * E::BYTES;
-                let of_head = n * rows..(n + 1) * rows;
-                let q = &scratch.q[of_head.start * width..of_head.end * width];
-                let acc = &mut scratch.acc[of_head.start * width..of_head.end * width];
-                let max = &mut scratch.max[of_head.clone()];
-                let sum = &mut scratch.sum[of_head];
-                let weights = &mut scratch.weights[..rows];
+                let at = (self.heads.start + n) * dim * E::BYTES;
+                let q = &scratch.q[n * panels * dim * P..(n + 1) * panels * dim * P];
+                let acc = &mut scratch.acc[n * rows * width..(n + 1) * rows * width];
+                let max = &mut scratch.max[n * panels * P..(n + 1) * panels * P];
+                let sum = &mut scratch.sum[n * panels * P..(n + 1) * panels * P];
+                let weights = &mut scratch.weights[..panels * CHUNK * P];
                 let staged = &mut scratch.staged[..CHUNK * width];
 
                 // SAFETY: some query of the tile sees each of `tokens`, so the caller vouches for their rows, and
                 // the head's part of a row is within it.
-                unsafe {
-                    stage::<S, E>(call.kv, Plane::K, tokens.clone(), chunk, at, shape.head_dim, width, staged)
-                };
-                by_rows(rows, |from, count| {
-                    let seen = visible(from).start..visible(from + count - 1).end;
-                    scores::<FMA>(
-                        &q[from * width..],
-                        staged,
-                        width,
-                        seen,
-                        count,
-                        &mut weights[from..from + count],
-                    );
-                });
-                for row in 0..rows {
-                    let acc = &mut acc[row * width..(row + 1) * width];
-                    softmax::<FMA>(&mut weights[row], visible(row), &mut max[row], &mut sum[row], acc);
+                unsafe { stage::<S, E>(call.kv, Plane::K, tokens.clone(), chunk, at, dim, width, staged) };
+                for panel in 0..panels {
+                    let members = panel * P * LANES..rows.min((panel + 1) * P * LANES);
+                    let seen = visible(members.start).start..visible(members.end - 1).end;
+                    if seen.is_empty() {
+                        continue;
+                    }
+                    let weights = &mut weights[panel * CHUNK * P..(panel + 1) * CHUNK * P];
+                    let state = panel * P..(panel + 1) * P;
+                    score::<P, FMA>(&q[panel * dim * P..(panel + 1) * dim * P], staged, width, seen, weights);
+                    mask::<P>(weights, members.clone().map(visible));
+                    let acc = &mut acc[members.start * width..members.end * width];
+                    softmax::<P, FMA>(weights, &mut max[state.clone()], &mut sum[state], acc, width);
                 }
                 // SAFETY: as for K.
-                unsafe {
-                    stage::<S, E>(call.kv, Plane::V, tokens.clone(), chunk, at, shape.head_dim, width, staged)
-                };
-                by_rows(rows, |from, count| {
-                    let seen = visible(from).start..visible(from + count - 1).end;
-                    let acc = &mut acc[from * width..(from + count) * width];
-                    weigh::<FMA>(&weights[from..from + count], staged, width, seen, acc);
-                });
-            }
-        }
-        self.finish(call, out, scratch);
-    }
-
-    /// Takes in the queries, scaled and padded.
-    fn begin<S>(&self, call: &Call<S>, scratch: &mut Scratch) {
-        let (shape, width) = (call.shape, self.width);
-        let (group, dim) = (shape.group(), shape.head_dim);
-        let mut row = 0;
-        for head in self.heads.clone() {
-            for query in self.queries.clone() {
-                for member in 0..group {
-                    let at = (query * shape.query_heads + head * group + member) * dim;
-                    let to = scratch.q[row * width..(row + 1) * width].as_flattened_mut();
-                    for (to, from) in to.iter_mut().zip(&call.q[at..at + dim]) {
-                        *to = from * shape.scale;
+                unsafe { stage::<S, E>(call.kv, Plane::V, tokens.clone(), chunk, at, dim, width, staged) };
+                let mut row = 0;
+                while row < rows {
+                    // Rows that see the same tokens, up to four, of one panel.
+                    let seen = visible(row);
+                    let (panel, lane) = (row / (P * LANES), row % (P * LANES));
+                    let most = 4.min(rows - row).min(P * LANES - lane);
+                    let count = (1..most).take_while(|&n| visible(row + n) == seen).count() + 1;
+                    let from = (panel * CHUNK + seen.start) * P * LANES;
+                    let weights = &weights.as_flattened()[from..from + seen.len() * P * LANES];
+                    let staged = &staged[seen.start * width..seen.end * width];
+                    let acc = &mut acc[row * width..(row + count) * width];
+                    match count {
+                        4 => weigh::<4, 2, P, FMA>(weights, lane, staged, width, acc),
+                        3 => weigh::<3, 2, P, FMA>(weights, lane, staged, width, acc),
+                        2 => weigh::<2, 4, P, FMA>(weights, lane, staged, width, acc),
+                        _ => weigh::<1, 4, P, FMA>(weights, lane, staged, width, acc),
                     }
-                    to[dim..].fill(0.0);
-                    row += 1;
+                    row += count;
                 }
             }
         }
-        scratch.acc[..row * width].fill([0.0; LANES]);
-        scratch.max[..row].fill(f32::NEG_INFINITY);
-        scratch.sum[..row].fill(0.0);
-        // Padding between the rows: other shapes may have used it for values.
-        scratch.staged[..CHUNK * width].fill([0.0; LANES]);
+        self.finish::<S, P>(call, out, scratch);
+    }
+
+    /// Takes in the queries, scaled, and clears what the last tile left.
+    #[inline(always)]
+    fn begin<S, const P: usize>(&self, call: &Call<S>, scratch: &mut Scratch) {
+        let (dim, heads) = (call.shape.head_dim, self.heads.len());
+        let vectors = self.rows.div_ceil(P * LANES) * P;
+        let q = scratch.q[..heads * vectors * dim].as_flattened_mut();
+        q.fill(0.0);
+        self.each_row(call.shape, |n, row, query, head| {
+            let from = &call.q[(query * call.shape.query_heads + head) * dim..][..dim];
+            let (panel, lane) = (row / (P * LANES), row % (P * LANES));
+            let to = &mut q[(n * vectors + panel * P) * dim * LANES + lane..];
+            for (to, from) in to.iter_mut().step_by(P * LANES).zip(from) {
+                *to = from * call.shape.scale;
+            }
+        });
+        scratch.acc[..heads * self.rows * self.width].fill([0.0; LANES]);
+        scratch.max[..heads * vectors].fill([f32::NEG_INFINITY; LANES]);
+        scratch.sum[..heads * vectors].fill([0.0; LANES]);
+        // The padding of its rows stays zero; other shapes may have used it for values.
+        scratch.staged[..CHUNK * self.width].fill([0.0; LANES]);
     }
 
     /// Gives the results out.
-    fn finish<S>(&self, call: &Call<S>, out: &mut [f32], scratch: &Scratch) {
-        let (group, dim) = (call.shape.group(), call.shape.head_dim);
-        let out_heads = call.heads.len() * group;
-        let mut row = 0;
-        for head in self.heads.clone() {
-            for query in self.queries.clone() {
+    #[inline(always)]
+    fn finish<S, const P: usize>(&self, call: &Call<S>, out: &mut [f32], scratch: &Scratch) {
+        let (dim, group) = (call.shape.head_dim, call.shape.group());
+        let vectors = self.rows.div_ceil(P * LANES) * P;
+        self.each_row(call.shape, |n, row, query, head| {
+            let at = (query * call.heads.len() + (head / group - call.heads.start)) * group + head % group;
+            let acc = scratch.acc[(n * self.rows + row) * self.width..][..self.width].as_flattened();
+            let sum = scratch.sum[n * vectors + row / LANES][row % LANES];
+            for (out, acc) in out[at * dim..(at + 1) * dim].iter_mut().zip(acc) {
+                *out = acc / sum;
+            }
+        });
+    }
+
+    /// Calls `f` with each KV head's number in the tile, row, query and query head.
+    #[inline(always)]
+    fn each_row(&self, shape: &Shape, mut f: impl FnMut(usize, usize, usize, usize)) {
+        let group = shape.group();
+        for (n, head) in self.heads.clone().enumerate() {
+            for (q, query) in self.queries.clone().enumerate() {
                 for member in 0..group {
-                    let at = (query * out_heads + (head - call.heads.start) * group + member) * dim;
-                    let acc = scratch.acc[row * self.width..(row + 1) * self.width].as_flattened();
-                    for (out, acc) in out[at..at + dim].iter_mut().zip(acc) {
-                        *out = acc / scratch.sum[row];
-                    }
-                    row += 1;
+                    f(n, q * group + member, query, head * group + member);
                 }
             }
         }
@@ -320,144 +346,156 @@ unsafe fn stage<S: KvSource, E: Stored>(
     }
 }
 
-/// Calls `f(first, count)` for groups of at most [`ROWS`] rows.
+/// Adds to `sums[r][c]` the vector `b[c]`, `a[r]` times.
 #[inline(always)]
-fn by_rows(rows: usize, mut f: impl FnMut(usize, usize)) {
-    for from in (0..rows).step_by(ROWS) {
-        f(from, ROWS.min(rows - from));
-    }
-}
-
-/// Scores `count` rows of `q` against the staged keys. Tokens outside of `seen`, rounded to whole steps, stay as they
-/// are.
-#[inline(always)]
-fn scores<const FMA: bool>(
-    q: &[Lanes],
-    k: &[Lanes],
-    width: usize,
-    seen: Range<usize>,
-    count: usize,
-    out: &mut [[f32; CHUNK]],
+fn multiply<const R: usize, const C: usize, const FMA: bool>(
+    sums: &mut [[Lanes; C]; R],
+    a: [f32; R],
+    b: &[Lanes; C],
 ) {
-    let steps = (seen.start / TOKENS * TOKENS..seen.end).step_by(TOKENS);
-    for token in steps {
-        match count {
-            4 => score_tile::<4, FMA>(q, k, width, token, out),
-            3 => score_tile::<3, FMA>(q, k, width, token, out),
-            2 => score_tile::<2, FMA>(q, k, width, token, out),
-            _ => score_tile::<1, FMA>(q, k, width, token, out),
-        }
-    }
-}
-
-/// `R` rows against `TOKENS` tokens: each value loaded serves several products.
-#[inline(always)]
-fn score_tile<const R: usize, const FMA: bool>(
-    q: &[Lanes],
-    k: &[Lanes],
-    width: usize,
-    token: usize,
-    out: &mut [[f32; CHUNK]],
-) {
-    let q: [&[Lanes]; R] = std::array::from_fn(|r| &q[r * width..(r + 1) * width]);
-    let k: [&[Lanes]; TOKENS] = std::array::from_fn(|t| &k[(token + t) * width..(token + t + 1) * width]);
-    let mut sums = [[[0.0f32; LANES]; TOKENS]; R];
-    for n in 0..width {
-        for r in 0..R {
-            for t in 0..TOKENS {
-                for lane in 0..LANES {
-                    sums[r][t][lane] = mul_add::<FMA>(q[r][n][lane], k[t][n][lane], sums[r][t][lane]);
-                }
+    for r in 0..R {
+        for c in 0..C {
+            for lane in 0..LANES {
+                sums[r][c][lane] = mul_add::<FMA>(a[r], b[c][lane], sums[r][c][lane]);
             }
         }
     }
-    for r in 0..R {
-        for t in 0..TOKENS {
-            out[r][token + t] = total(sums[r][t]);
-        }
-    }
 }
 
-/// Turns one row's scores into weights, and rescales what the row has summed up if its maximum grew.
+/// Scores a panel of queries, `[dim][P]`, against the staged keys of the tokens `seen`, rounded to whole steps.
 #[inline(always)]
-fn softmax<const FMA: bool>(
-    weights: &mut [f32; CHUNK],
-    seen: Range<usize>,
-    max: &mut f32,
-    sum: &mut f32,
-    acc: &mut [Lanes],
-) {
-    weights[..seen.start].fill(f32::NEG_INFINITY);
-    weights[seen.end..].fill(f32::NEG_INFINITY);
-    let greatest = weights.iter().fold(*max, |a, &b| if b > a { b } else { a });
-    if greatest == f32::NEG_INFINITY {
-        weights.fill(0.0); // sees nothing of this chunk
-        return;
-    }
-    if greatest > *max {
-        let shrink = exp::<FMA>(*max - greatest);
-        *sum *= shrink;
-        acc.as_flattened_mut().iter_mut().for_each(|a| *a *= shrink);
-        *max = greatest;
-    }
-    let mut sums = [0.0f32; LANES];
-    for lanes in weights.chunks_exact_mut(LANES) {
-        for (weight, sum) in lanes.iter_mut().zip(&mut sums) {
-            *weight = exp::<FMA>(*weight - greatest);
-            *sum += *weight;
-        }
-    }
-    *sum += total(sums);
-}
-
-/// Adds the staged values of the tokens `seen`, weighted, to the rows of `acc`.
-#[inline(always)]
-fn weigh<const FMA: bool>(
-    weights: &[[f32; CHUNK]],
-    v: &[Lanes],
+fn score<const P: usize, const FMA: bool>(
+    q: &[Lanes],
+    k: &[Lanes],
     width: usize,
     seen: Range<usize>,
-    acc: &mut [Lanes],
+    out: &mut [Lanes],
 ) {
-    for column in (0..width).step_by(2) {
-        match weights.len() {
-            4 => weigh_tile::<4, FMA>(weights, v, width, seen.clone(), column, acc),
-            3 => weigh_tile::<3, FMA>(weights, v, width, seen.clone(), column, acc),
-            2 => weigh_tile::<2, FMA>(weights, v, width, seen.clone(), column, acc),
-            _ => weigh_tile::<1, FMA>(weights, v, width, seen.clone(), column, acc),
+    match P {
+        1 => score_by::<SUMS, P, FMA>(q, k, width, seen, out),
+        _ => score_by::<{ SUMS / 2 }, P, FMA>(q, k, width, seen, out),
+    }
+}
+
+/// [`score`] by `T` tokens at a time; `T` divides [`CHUNK`].
+#[inline(always)]
+fn score_by<const T: usize, const P: usize, const FMA: bool>(
+    q: &[Lanes],
+    k: &[Lanes],
+    width: usize,
+    seen: Range<usize>,
+    out: &mut [Lanes],
+) {
+    let dim = q.len() / P;
+    for token in (seen.start / T * T..seen.end).step_by(T) {
+        let k: [&[f32]; T] =
+            std::array::from_fn(|t| &k[(token + t) * width..(token + t + 1) * width].as_flattened()[..dim]);
+        let mut sums = [[[0.0; LANES]; P]; T];
+        for (d, q) in q.chunks_exact(P).enumerate() {
+            multiply::<T, P, FMA>(&mut sums, std::array::from_fn(|t| k[t][d]), vectors(q));
+        }
+        out[token * P..(token + T) * P].copy_from_slice(sums.as_flattened());
+    }
+}
+
+/// Hides from each row of a panel the tokens that it does not see.
+#[inline(always)]
+fn mask<const P: usize>(weights: &mut [Lanes], visible: impl Iterator<Item = Range<usize>>) {
+    let weights = weights.as_flattened_mut();
+    for (lane, seen) in visible.enumerate() {
+        for token in (0..seen.start).chain(seen.end..CHUNK) {
+            weights[token * P * LANES + lane] = f32::NEG_INFINITY;
         }
     }
 }
 
-/// `R` rows, two columns of lanes: the sums stay in registers over all tokens.
+/// Turns a panel's scores, `[CHUNK][P]`, into weights, and rescales what those rows have summed up whose maximum grew.
 #[inline(always)]
-fn weigh_tile<const R: usize, const FMA: bool>(
-    weights: &[[f32; CHUNK]],
+fn softmax<const P: usize, const FMA: bool>(
+    weights: &mut [Lanes],
+    max: &mut [Lanes],
+    sum: &mut [Lanes],
+    acc: &mut [Lanes],
+    width: usize,
+) {
+    let mut greatest: [Lanes; P] = *vectors(max);
+    for weights in weights.chunks_exact(P) {
+        for (greatest, weight) in greatest.as_flattened_mut().iter_mut().zip(weights.as_flattened()) {
+            *greatest = if *weight > *greatest { *weight } else { *greatest };
+        }
+    }
+    // A row that has seen no token yet has no maximum; any finite one keeps its weights 0.
+    let base = greatest.map(|g| g.map(|g| if g == f32::NEG_INFINITY { 0.0 } else { g }));
+    if greatest != *vectors(max) {
+        let mut shrink: [Lanes; P] = *vectors(max);
+        for (shrink, base) in shrink.as_flattened_mut().iter_mut().zip(base.as_flattened()) {
+            *shrink = exp::<FMA>(*shrink - base);
+        }
+        for (sum, shrink) in sum.as_flattened_mut().iter_mut().zip(shrink.as_flattened()) {
+            *sum *= shrink;
+        }
+        for (acc, shrink) in acc.chunks_exact_mut(width).zip(shrink.as_flattened()) {
+            if *shrink != 1.0 {
+                acc.as_flattened_mut().iter_mut().for_each(|a| *a *= shrink);
+            }
+        }
+        max.copy_from_slice(&greatest);
+    }
+    for weights in weights.chunks_exact_mut(P) {
+        for (weight, base) in weights.as_flattened_mut().iter_mut().zip(base.as_flattened()) {
+            *weight -= base;
+        }
+    }
+    weights.as_flattened_mut().iter_mut().for_each(|w| *w = exp::<FMA>(*w));
+    for weights in weights.chunks_exact(P) {
+        for (sum, weight) in sum.as_flattened_mut().iter_mut().zip(weights.as_flattened()) {
+            *sum += weight;
+        }
+    }
+}
+
+/// Adds the staged values, weighted by the lanes from `lane` on of a panel, to `R` rows of `acc`, `C` vectors at a time.
+#[inline(always)]
+fn weigh<const R: usize, const C: usize, const P: usize, const FMA: bool>(
+    weights: &[f32],
+    lane: usize,
     v: &[Lanes],
     width: usize,
-    seen: Range<usize>,
+    acc: &mut [Lanes],
+) {
+    let whole = width / C * C;
+    for column in (0..whole).step_by(C) {
+        weigh_column::<R, C, P, FMA>(weights, lane, v, width, column, acc);
+    }
+    for column in (whole..width).step_by(2) {
+        weigh_column::<R, 2, P, FMA>(weights, lane, v, width, column, acc);
+    }
+}
+
+/// [`weigh`] for the `C` vectors from `column` on.
+#[inline(always)]
+fn weigh_column<const R: usize, const C: usize, const P: usize, const FMA: bool>(
+    weights: &[f32],
+    lane: usize,
+    v: &[Lanes],
+    width: usize,
     column: usize,
     acc: &mut [Lanes],
 ) {
-    let weights: &[[f32; CHUNK]; R] = weights.try_into().expect("R rows of weights");
-    let mut sums: [[Lanes; 2]; R] =
-        std::array::from_fn(|r| [acc[r * width + column], acc[r * width + column + 1]]);
-    for token in seen {
-        let v = &v[token * width..(token + 1) * width];
-        let v = [&v[column], &v[column + 1]];
-        for r in 0..R {
-            let weight = weights[r][token];
-            for c in 0..2 {
-                for lane in 0..LANES {
-                    sums[r][c][lane] = mul_add::<FMA>(weight, v[c][lane], sums[r][c][lane]);
-                }
-            }
-        }
+    let mut sums: [[Lanes; C]; R] = std::array::from_fn(|r| *vectors(&acc[r * width + column..][..C]));
+    for (weights, v) in weights.chunks_exact(P * LANES).zip(v.chunks_exact(width)) {
+        let weights = weights[lane..lane + R].try_into().expect("R weights");
+        multiply::<R, C, FMA>(&mut sums, weights, vectors(&v[column..column + C]));
     }
-    for r in 0..R {
-        acc[r * width + column] = sums[r][0];
-        acc[r * width + column + 1] = sums[r][1];
+    for (r, sums) in sums.iter().enumerate() {
+        acc[r * width + column..][..C].copy_from_slice(sums);
     }
+}
+
+/// A slice whose length is known.
+#[inline(always)]
+fn vectors<const N: usize>(slice: &[Lanes]) -> &[Lanes; N] {
+    slice.try_into().expect("a slice of this length")
 }
 
 /// `a * b + c`: with one rounding where the machine does that in one instruction. Elsewhere `mul_add` would be a call
@@ -465,12 +503,6 @@ fn weigh_tile<const R: usize, const FMA: bool>(
 #[inline(always)]
 fn mul_add<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
-}
-
-/// The sum of the lanes, as a tree.
-#[inline(always)]
-fn total(l: Lanes) -> f32 {
-    ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
 }
 
 /// e^x for x <= 0, to 2 units in the last place; 0 below -87, where the result would be subnormal; NaN for NaN.
