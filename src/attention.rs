@@ -16,6 +16,7 @@ mod kernel;
 mod source;
 #[cfg(test)]
 mod tests;
+mod vectors;
 
 use std::ops::Range;
 

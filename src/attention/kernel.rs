@@ -1,9 +1,10 @@
 //! The kernel: softmax(q K^T) V in one pass over the tokens, chunk by chunk, with the running maximum and sum of the
 //! online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022).
 //!
-//! A tile is some queries of some KV heads. Per chunk of tokens (outer loop) and KV head (inner loop) the kernel
-//! stages K as f32, scores it against all the tile's rows of that head, stages V, adds it up. So a K or V row is
-//! fetched and converted once per tile, and serves every query head of its group and every query of the tile.
+//! A tile is some queries of some KV heads. Per chunk of tokens (outer loop) the kernel stages K of these heads as
+//! f32, scores it head by head (inner loop) against all the tile's rows, stages V, adds it up. So a K or V row is
+//! fetched and converted once per tile, in one sweep over each block, and serves every query head of its group and
+//! every query of the tile.
 //!
 //! Both products are sums of outer products, [`multiply`]: a few values, each times the same few vectors, summed in
 //! registers. For the scores the vectors are rows (a query head of a query each), side by side, and the values those
@@ -17,15 +18,14 @@
 use std::ops::Range;
 
 use super::element::{Element, F16, F32, Stored};
-use super::{KvSource, Shape};
+use super::vectors::{LANES, Lanes, Vectors, exactly};
+use super::{KvSource, Run, Shape};
 
-/// Values that are computed side by side: one AVX register, two of NEON.
-const LANES: usize = 8;
-/// A vector.
-type Lanes = [f32; LANES];
-/// Tokens between two updates of the running maximum. K or V of a chunk, 16 KiB with 128 dimensions, stays in the
-/// first-level cache.
+/// Tokens between two updates of the running maximum.
 const CHUNK: usize = 32;
+/// The most vectors of K or V that are staged at a time, unless one KV head needs more: 32 KiB, which the caches
+/// nearest to the processor hold.
+const STAGED: usize = 1024;
 /// The most rows (query heads times queries) of a tile, unless one query of one KV head has more.
 const TILE_ROWS: usize = 64;
 /// Vectors that the microkernels sum up at a time: enough to hide the latency of multiply-add, few enough for the 16
@@ -33,9 +33,10 @@ const TILE_ROWS: usize = 64;
 const SUMS: usize = 8;
 
 /// One checked call.
-pub(super) struct Call<'a, S> {
+pub(super) struct Call<'a> {
     pub shape: &'a Shape,
-    pub kv: &'a S,
+    /// Not a type parameter: so there is one kernel, and two sources differ by what they do themselves.
+    pub kv: &'a dyn KvSource,
     pub kv_tokens: usize,
     pub heads: Range<usize>,
     pub queries: usize,
@@ -47,41 +48,26 @@ pub(super) struct Call<'a, S> {
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
     /// Scaled queries, `[KV head][panel][dim][P]`.
-    q: Vec<Lanes>,
+    q: Vectors,
     /// Weighted sums of V, `[row][width]`, where `width` vectors hold one head's dimensions.
-    acc: Vec<Lanes>,
-    /// Scores, then weights, of one KV head's rows: `[panel][CHUNK][P]`.
-    weights: Vec<Lanes>,
-    /// K, then V, of a chunk of one KV head: `[CHUNK][width]`.
-    staged: Vec<Lanes>,
+    acc: Vectors,
+    /// Scores, then weights, `[KV head][panel][CHUNK][P]`.
+    weights: Vectors,
+    /// K, then V, of a chunk: `[CHUNK][KV head][width]`.
+    staged: Vectors,
     /// Per row the greatest score so far, `[KV head][panel][P]`.
-    max: Vec<Lanes>,
+    max: Vectors,
     /// Per row the sum of the weights so far, relative to that maximum; as `max`.
-    sum: Vec<Lanes>,
+    sum: Vectors,
 }
 
 impl Scratch {
-    /// Makes it large enough; what it holds is left over from earlier calls.
-    fn fit(&mut self, heads: usize, rows: usize, vectors: usize, dim: usize, width: usize) {
-        fn grow(v: &mut Vec<Lanes>, len: usize) {
-            if v.len() < len {
-                v.resize(len, [0.0; LANES]);
-            }
-        }
-        grow(&mut self.q, heads * vectors * dim);
-        grow(&mut self.acc, heads * rows * width);
-        grow(&mut self.weights, vectors * CHUNK);
-        grow(&mut self.staged, CHUNK * width);
-        grow(&mut self.max, heads * vectors);
-        grow(&mut self.sum, heads * vectors);
-    }
-
-    /// Fills all of it, for any test's shape, with NaN.
+    /// Fills it, as large as any test needs it, with NaN.
     #[cfg(test)]
     pub(super) fn poison(&mut self) {
-        self.fit(1, 2 * TILE_ROWS, 2 * TILE_ROWS, 256, 32);
         let Scratch { q, acc, weights, staged, max, sum } = self;
         for part in [q, acc, weights, staged, max, sum] {
+            part.fit(1 << 14);
             part.fill([f32::NAN; LANES]);
         }
     }
@@ -91,12 +77,7 @@ impl Scratch {
 ///
 /// # Safety
 /// The K and V rows of every token that a query sees are readable.
-pub(super) unsafe fn run<S: KvSource>(
-    call: &Call<S>,
-    element: Element,
-    out: &mut [f32],
-    scratch: &mut Scratch,
-) {
+pub(super) unsafe fn run(call: &Call, element: Element, out: &mut [f32], scratch: &mut Scratch) {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
         // SAFETY: the machine has what the function is compiled for; the rest is the caller's promise.
@@ -104,7 +85,7 @@ pub(super) unsafe fn run<S: KvSource>(
     }
     const FMA: bool = cfg!(any(target_feature = "fma", target_arch = "aarch64"));
     // SAFETY: the caller's promise.
-    unsafe { run_plain::<S, FMA>(call, element, out, scratch) }
+    unsafe { run_plain::<FMA>(call, element, out, scratch) }
 }
 
 /// The same code, compiled for AVX2 and FMA, so that an engine built for any x86-64 gets them.
@@ -113,25 +94,20 @@ pub(super) unsafe fn run<S: KvSource>(
 /// As [`run`], on a machine with AVX2 and FMA.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn run_avx2<S: KvSource>(call: &Call<S>, element: Element, out: &mut [f32], scratch: &mut Scratch) {
+unsafe fn run_avx2(call: &Call, element: Element, out: &mut [f32], scratch: &mut Scratch) {
     // SAFETY: the caller's promise.
-    unsafe { run_plain::<S, true>(call, element, out, scratch) }
+    unsafe { run_plain::<true>(call, element, out, scratch) }
 }
 
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-unsafe fn run_plain<S: KvSource, const FMA: bool>(
-    call: &Call<S>,
-    element: Element,
-    out: &mut [f32],
-    scratch: &mut Scratch,
-) {
+unsafe fn run_plain<const FMA: bool>(call: &Call, element: Element, out: &mut [f32], scratch: &mut Scratch) {
     match element {
         // SAFETY: the caller's promise.
-        Element::F16 => unsafe { tiles::<S, F16, FMA>(call, out, scratch) },
+        Element::F16 => unsafe { tiles::<F16, FMA>(call, out, scratch) },
         // SAFETY: the caller's promise.
-        Element::F32 => unsafe { tiles::<S, F32, FMA>(call, out, scratch) },
+        Element::F32 => unsafe { tiles::<F32, FMA>(call, out, scratch) },
     }
 }
 
@@ -140,152 +116,118 @@ unsafe fn run_plain<S: KvSource, const FMA: bool>(
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-unsafe fn tiles<S: KvSource, E: Stored, const FMA: bool>(
-    call: &Call<S>,
-    out: &mut [f32],
-    scratch: &mut Scratch,
-) {
+unsafe fn tiles<E: Stored, const FMA: bool>(call: &Call, out: &mut [f32], scratch: &mut Scratch) {
     let group = call.shape.group();
+    let width = call.shape.head_dim.div_ceil(2 * LANES) * 2;
     let queries = (TILE_ROWS / group).clamp(1, call.queries);
-    let heads = (TILE_ROWS / (group * queries)).clamp(1, call.heads.len());
+    let heads = (TILE_ROWS / (group * queries)).min(STAGED / (CHUNK * width)).clamp(1, call.heads.len());
     for head in call.heads.clone().step_by(heads) {
         for query in (0..call.queries).step_by(queries) {
             let heads = head..call.heads.end.min(head + heads);
             let queries = query..call.queries.min(query + queries);
             let rows = queries.len() * group;
-            let width = call.shape.head_dim.div_ceil(2 * LANES) * 2;
-            let tile = Tile { heads, queries, rows, width };
             // A decode step has few rows: one vector of them, most often. Two, if there are more, share the loads.
             // SAFETY: the caller's promise.
             unsafe {
                 if rows <= LANES {
-                    tile.run::<S, E, 1, FMA>(call, out, scratch)
+                    Tile::<1> { call, heads, queries, rows, panels: 1, width }.run::<E, FMA>(out, scratch)
                 } else {
-                    tile.run::<S, E, 2, FMA>(call, out, scratch)
+                    let panels = rows.div_ceil(2 * LANES);
+                    Tile::<2> { call, heads, queries, rows, panels, width }.run::<E, FMA>(out, scratch)
                 }
             }
         }
     }
 }
 
-struct Tile {
+/// Some queries of some KV heads, their rows in panels of `P` vectors.
+struct Tile<'a, const P: usize> {
+    call: &'a Call<'a>,
     heads: Range<usize>,
     queries: Range<usize>,
     /// Rows of each KV head.
     rows: usize,
+    /// Panels of each KV head.
+    panels: usize,
     /// Vectors that one head's dimensions take: an even number.
     width: usize,
 }
 
-impl Tile {
+impl<const P: usize> Tile<'_, P> {
     /// # Safety
     /// As [`run`].
     #[inline(always)]
-    unsafe fn run<S: KvSource, E: Stored, const P: usize, const FMA: bool>(
-        &self,
-        call: &Call<S>,
-        out: &mut [f32],
-        scratch: &mut Scratch,
-    ) {
-        let (shape, rows, width) = (call.shape, self.rows, self.width);
-        let (group, dim) = (shape.group(), shape.head_dim);
-        let panels = rows.div_ceil(P * LANES);
-        scratch.fit(self.heads.len(), rows, panels * P, dim, width);
-        self.begin::<S, P>(call, scratch);
+    unsafe fn run<E: Stored, const FMA: bool>(&self, out: &mut [f32], scratch: &mut Scratch) {
+        self.begin(scratch);
         // Positions only grow: the first query sees the earliest tokens, the last one the latest.
-        let position = |query: usize| call.kv_tokens - call.queries + query;
-        let first = shape.visible(position(self.queries.start)).start;
-        let end = position(self.queries.end);
+        let first = self.visible(0).start;
+        let end = self.visible(self.rows - 1).end;
         for chunk in (first / CHUNK * CHUNK..end).step_by(CHUNK) {
             let tokens = chunk.max(first)..end.min(chunk + CHUNK);
-            // What a row sees of the chunk, counted from its start.
-            let visible = |row: usize| {
-                let seen = shape.visible(position(self.queries.start + row / group));
-                let from = seen.start.clamp(chunk, chunk + CHUNK) - chunk;
-                from..(seen.end.clamp(chunk, chunk + CHUNK) - chunk).max(from)
+            // SAFETY: some query of the tile sees each of `tokens`, so the caller vouches for their rows.
+            unsafe {
+                self.stage::<E>(|run| (run.k, run.k_stride), tokens.clone(), chunk, &mut scratch.staged)
             };
-            for n in 0..self.heads.len() {
-                let at = (self.heads.start + n) * dim * E::BYTES;
-                let q = &scratch.q[n * panels * dim * P..(n + 1) * panels * dim * P];
-                let acc = &mut scratch.acc[n * rows * width..(n + 1) * rows * width];
-                let max = &mut scratch.max[n * panels * P..(n + 1) * panels * P];
-                let sum = &mut scratch.sum[n * panels * P..(n + 1) * panels * P];
-                let weights = &mut scratch.weights[..panels * CHUNK * P];
-                let staged = &mut scratch.staged[..CHUNK * width];
-
-                // SAFETY: some query of the tile sees each of `tokens`, so the caller vouches for their rows, and
-                // the head's part of a row is within it.
-                unsafe { stage::<S, E>(call.kv, Plane::K, tokens.clone(), chunk, at, dim, width, staged) };
-                for panel in 0..panels {
-                    let members = panel * P * LANES..rows.min((panel + 1) * P * LANES);
-                    let seen = visible(members.start).start..visible(members.end - 1).end;
-                    if seen.is_empty() {
-                        continue;
-                    }
-                    let weights = &mut weights[panel * CHUNK * P..(panel + 1) * CHUNK * P];
-                    let state = panel * P..(panel + 1) * P;
-                    score::<P, FMA>(&q[panel * dim * P..(panel + 1) * dim * P], staged, width, seen, weights);
-                    mask::<P>(weights, members.clone().map(visible));
-                    let acc = &mut acc[members.start * width..members.end * width];
-                    softmax::<P, FMA>(weights, &mut max[state.clone()], &mut sum[state], acc, width);
-                }
-                // SAFETY: as for K.
-                unsafe { stage::<S, E>(call.kv, Plane::V, tokens.clone(), chunk, at, dim, width, staged) };
-                let mut row = 0;
-                while row < rows {
-                    // Rows that see the same tokens, up to four, of one panel.
-                    let seen = visible(row);
-                    let (panel, lane) = (row / (P * LANES), row % (P * LANES));
-                    let most = 4.min(rows - row).min(P * LANES - lane);
-                    let count = (1..most).take_while(|&n| visible(row + n) == seen).count() + 1;
-                    let from = (panel * CHUNK + seen.start) * P * LANES;
-                    let weights = &weights.as_flattened()[from..from + seen.len() * P * LANES];
-                    let staged = &staged[seen.start * width..seen.end * width];
-                    let acc = &mut acc[row * width..(row + count) * width];
-                    match count {
-                        4 => weigh::<4, 2, P, FMA>(weights, lane, staged, width, acc),
-                        3 => weigh::<3, 2, P, FMA>(weights, lane, staged, width, acc),
-                        2 => weigh::<2, 4, P, FMA>(weights, lane, staged, width, acc),
-                        _ => weigh::<1, 4, P, FMA>(weights, lane, staged, width, acc),
-                    }
-                    row += count;
-                }
-            }
+            self.score::<FMA>(chunk, scratch);
+            // SAFETY: as for K.
+            unsafe { self.stage::<E>(|run| (run.v, run.v_stride), tokens, chunk, &mut scratch.staged) };
+            self.weigh::<FMA>(chunk, scratch);
         }
-        self.finish::<S, P>(call, out, scratch);
+        self.finish(out, scratch);
+    }
+
+    /// The tokens that a row sees.
+    #[inline(always)]
+    fn visible(&self, row: usize) -> Range<usize> {
+        let query = self.queries.start + row / self.call.shape.group();
+        self.call.shape.visible(self.call.kv_tokens - self.call.queries + query)
+    }
+
+    /// What it sees of a chunk, counted from the chunk's start.
+    #[inline(always)]
+    fn visible_in(&self, chunk: usize, row: usize) -> Range<usize> {
+        let seen = self.visible(row);
+        let from = seen.start.clamp(chunk, chunk + CHUNK) - chunk;
+        from..(seen.end.clamp(chunk, chunk + CHUNK) - chunk).max(from)
     }
 
     /// Takes in the queries, scaled, and clears what the last tile left.
     #[inline(always)]
-    fn begin<S, const P: usize>(&self, call: &Call<S>, scratch: &mut Scratch) {
-        let (dim, heads) = (call.shape.head_dim, self.heads.len());
-        let vectors = self.rows.div_ceil(P * LANES) * P;
-        let q = scratch.q[..heads * vectors * dim].as_flattened_mut();
-        q.fill(0.0);
-        self.each_row(call.shape, |n, row, query, head| {
-            let from = &call.q[(query * call.shape.query_heads + head) * dim..][..dim];
+    fn begin(&self, scratch: &mut Scratch) {
+        let Scratch { q, acc, weights, staged, max, sum } = scratch;
+        let (shape, dim) = (self.call.shape, self.call.shape.head_dim);
+        let vectors = self.heads.len() * self.panels * P;
+        q.fit(vectors * dim);
+        q[..vectors * dim].fill([0.0; LANES]);
+        acc.fit(self.heads.len() * self.rows * self.width);
+        acc[..self.heads.len() * self.rows * self.width].fill([0.0; LANES]);
+        max.fit(vectors);
+        max[..vectors].fill([f32::NEG_INFINITY; LANES]);
+        sum.fit(vectors);
+        sum[..vectors].fill([0.0; LANES]);
+        weights.fit(vectors * CHUNK);
+        // The padding of its rows stays zero; other shapes may have used it for values.
+        staged.fit(CHUNK * self.heads.len() * self.width);
+        staged[..CHUNK * self.heads.len() * self.width].fill([0.0; LANES]);
+        let q = q.as_flattened_mut();
+        self.each_row(|n, row, query, head| {
+            let from = &self.call.q[(query * shape.query_heads + head) * dim..][..dim];
             let (panel, lane) = (row / (P * LANES), row % (P * LANES));
-            let to = &mut q[(n * vectors + panel * P) * dim * LANES + lane..];
+            let to = &mut q[(n * self.panels + panel) * dim * P * LANES + lane..];
             for (to, from) in to.iter_mut().step_by(P * LANES).zip(from) {
-                *to = from * call.shape.scale;
+                *to = from * shape.scale;
             }
         });
-        scratch.acc[..heads * self.rows * self.width].fill([0.0; LANES]);
-        scratch.max[..heads * vectors].fill([f32::NEG_INFINITY; LANES]);
-        scratch.sum[..heads * vectors].fill([0.0; LANES]);
-        // The padding of its rows stays zero; other shapes may have used it for values.
-        scratch.staged[..CHUNK * self.width].fill([0.0; LANES]);
     }
 
     /// Gives the results out.
     #[inline(always)]
-    fn finish<S, const P: usize>(&self, call: &Call<S>, out: &mut [f32], scratch: &Scratch) {
-        let (dim, group) = (call.shape.head_dim, call.shape.group());
-        let vectors = self.rows.div_ceil(P * LANES) * P;
-        self.each_row(call.shape, |n, row, query, head| {
+    fn finish(&self, out: &mut [f32], scratch: &Scratch) {
+        let (call, dim, group) = (self.call, self.call.shape.head_dim, self.call.shape.group());
+        self.each_row(|n, row, query, head| {
             let at = (query * call.heads.len() + (head / group - call.heads.start)) * group + head % group;
             let acc = scratch.acc[(n * self.rows + row) * self.width..][..self.width].as_flattened();
-            let sum = scratch.sum[n * vectors + row / LANES][row % LANES];
+            let sum = scratch.sum[n * self.panels * P + row / LANES][row % LANES];
             for (out, acc) in out[at * dim..(at + 1) * dim].iter_mut().zip(acc) {
                 *out = acc / sum;
             }
@@ -294,8 +236,8 @@ impl Tile {
 
     /// Calls `f` with each KV head's number in the tile, row, query and query head.
     #[inline(always)]
-    fn each_row(&self, shape: &Shape, mut f: impl FnMut(usize, usize, usize, usize)) {
-        let group = shape.group();
+    fn each_row(&self, mut f: impl FnMut(usize, usize, usize, usize)) {
+        let group = self.call.shape.group();
         for (n, head) in self.heads.clone().enumerate() {
             for (q, query) in self.queries.clone().enumerate() {
                 for member in 0..group {
@@ -304,45 +246,105 @@ impl Tile {
             }
         }
     }
-}
 
-#[derive(Clone, Copy)]
-enum Plane {
-    K,
-    V,
-}
-
-/// Copies one head's part of the rows of `tokens` into `staged`, as f32; the row of token `chunk` is the first there.
-///
-/// # Safety
-/// The rows of `tokens` are readable from `at` for `dim` values.
-#[inline(always)]
-#[allow(clippy::too_many_arguments)]
-unsafe fn stage<S: KvSource, E: Stored>(
-    kv: &S,
-    plane: Plane,
-    tokens: Range<usize>,
-    chunk: usize,
-    at: usize,
-    dim: usize,
-    width: usize,
-    staged: &mut [Lanes],
-) {
-    let mut token = tokens.start;
-    while token < tokens.end {
-        let run = kv.run(token);
-        let (mut row, stride) = match plane {
-            Plane::K => (run.k, run.k_stride),
-            Plane::V => (run.v, run.v_stride),
-        };
-        let count = run.tokens.min(tokens.end - token);
-        let staged = &mut staged[(token - chunk) * width..(token - chunk + count) * width];
-        for to in staged.chunks_exact_mut(width) {
-            // SAFETY: the caller vouches for `dim` values from `at` in this token's row.
-            unsafe { E::load(row.wrapping_add(at), &mut to.as_flattened_mut()[..dim]) };
-            row = row.wrapping_add(stride);
+    /// Copies the tile's heads of one plane's rows of `tokens` into `staged`, as f32; the row of token `chunk` is the
+    /// first there.
+    ///
+    /// # Safety
+    /// The plane's rows of `tokens` are readable.
+    #[inline(always)]
+    unsafe fn stage<E: Stored>(
+        &self,
+        plane: impl Fn(&Run) -> (*const u8, usize),
+        tokens: Range<usize>,
+        chunk: usize,
+        staged: &mut [Lanes],
+    ) {
+        let dim = self.call.shape.head_dim;
+        let row_width = self.heads.len() * self.width;
+        let at = self.heads.start * dim * E::BYTES;
+        let mut token = tokens.start;
+        while token < tokens.end {
+            let run = self.call.kv.run(token);
+            let (row, stride) = plane(&run);
+            let count = run.tokens.min(tokens.end - token);
+            let staged = &mut staged[(token - chunk) * row_width..(token - chunk + count) * row_width];
+            for (n, to) in staged.chunks_exact_mut(row_width).enumerate() {
+                let from = row.wrapping_add(n * stride + at);
+                let to = to.as_flattened_mut();
+                if dim == self.width * LANES {
+                    // SAFETY: the caller vouches for the row of this token; the heads lie in it one after the other.
+                    unsafe { E::load(from, to) };
+                } else {
+                    for (n, to) in to.chunks_exact_mut(self.width * LANES).enumerate() {
+                        // SAFETY: as above, head by head.
+                        unsafe { E::load(from.wrapping_add(n * dim * E::BYTES), &mut to[..dim]) };
+                    }
+                }
+            }
+            token += count;
         }
-        token += count;
+    }
+
+    /// Scores the staged K and turns the scores into weights.
+    #[inline(always)]
+    fn score<const FMA: bool>(&self, chunk: usize, scratch: &mut Scratch) {
+        let Scratch { q, acc, weights, staged, max, sum } = scratch;
+        let (dim, width) = (self.call.shape.head_dim, self.width);
+        let row_width = self.heads.len() * width;
+        for n in 0..self.heads.len() {
+            for panel in 0..self.panels {
+                let rows = panel * P * LANES..self.rows.min((panel + 1) * P * LANES);
+                let seen = self.visible_in(chunk, rows.start).start..self.visible_in(chunk, rows.end - 1).end;
+                if seen.is_empty() {
+                    continue;
+                }
+                let panel = n * self.panels + panel;
+                let q = &q[panel * dim * P..(panel + 1) * dim * P];
+                let k = &staged[n * width..];
+                let weights = &mut weights[panel * CHUNK * P..(panel + 1) * CHUNK * P];
+                match P {
+                    1 => scores::<SUMS, P, FMA>(q, k, row_width, seen, weights),
+                    _ => scores::<{ SUMS / 2 }, P, FMA>(q, k, row_width, seen, weights),
+                }
+                mask::<P>(weights, rows.clone().map(|row| self.visible_in(chunk, row)));
+                let state = panel * P..(panel + 1) * P;
+                let acc = &mut acc[(n * self.rows + rows.start) * width..(n * self.rows + rows.end) * width];
+                softmax::<P, FMA>(weights, &mut max[state.clone()], &mut sum[state], acc, width);
+            }
+        }
+    }
+
+    /// Adds up the staged V by the weights.
+    #[inline(always)]
+    fn weigh<const FMA: bool>(&self, chunk: usize, scratch: &mut Scratch) {
+        let Scratch { acc, weights, staged, .. } = scratch;
+        let width = self.width;
+        let row_width = self.heads.len() * width;
+        for n in 0..self.heads.len() {
+            let mut row = 0;
+            while row < self.rows {
+                // Rows that see the same tokens, up to four, of one panel.
+                let seen = self.visible_in(chunk, row);
+                let (panel, lane) = (n * self.panels + row / (P * LANES), row % (P * LANES));
+                let most = 4.min(self.rows - row).min(P * LANES - lane);
+                let count = (1..most).take_while(|&n| self.visible_in(chunk, row + n) == seen).count() + 1;
+                let acc = &mut acc[(n * self.rows + row) * width..(n * self.rows + row + count) * width];
+                if !seen.is_empty() {
+                    let from = panel * CHUNK + seen.start;
+                    let weights = &weights[from * P..(from + seen.len()) * P];
+                    let v = &staged[seen.start * row_width..seen.end * row_width];
+                    let v = Columns { v, row_width, from: n * width };
+                    match count {
+                        4 => sums::<4, 2, P, FMA>(weights, lane, v, acc),
+                        3 => sums::<3, 2, P, FMA>(weights, lane, v, acc),
+                        2 => sums::<2, 4, P, FMA>(weights, lane, v, acc),
+                        _ => sums::<1, 4, P, FMA>(weights, lane, v, acc),
+                    }
+                }
+                row += count;
+            }
+        }
     }
 }
 
@@ -362,37 +364,22 @@ fn multiply<const R: usize, const C: usize, const FMA: bool>(
     }
 }
 
-/// Scores a panel of queries, `[dim][P]`, against the staged keys of the tokens `seen`, rounded to whole steps.
+/// Scores a panel of queries, `[dim][P]`, against one head's keys, which lie `row_width` vectors apart, of the tokens
+/// `seen`, `T` at a time. What is before and after those, up to a whole step, is overwritten; `T` divides [`CHUNK`].
 #[inline(always)]
-fn score<const P: usize, const FMA: bool>(
+fn scores<const T: usize, const P: usize, const FMA: bool>(
     q: &[Lanes],
     k: &[Lanes],
-    width: usize,
-    seen: Range<usize>,
-    out: &mut [Lanes],
-) {
-    match P {
-        1 => score_by::<SUMS, P, FMA>(q, k, width, seen, out),
-        _ => score_by::<{ SUMS / 2 }, P, FMA>(q, k, width, seen, out),
-    }
-}
-
-/// [`score`] by `T` tokens at a time; `T` divides [`CHUNK`].
-#[inline(always)]
-fn score_by<const T: usize, const P: usize, const FMA: bool>(
-    q: &[Lanes],
-    k: &[Lanes],
-    width: usize,
+    row_width: usize,
     seen: Range<usize>,
     out: &mut [Lanes],
 ) {
     let dim = q.len() / P;
     for token in (seen.start / T * T..seen.end).step_by(T) {
-        let k: [&[f32]; T] =
-            std::array::from_fn(|t| &k[(token + t) * width..(token + t + 1) * width].as_flattened()[..dim]);
+        let k: [&[f32]; T] = std::array::from_fn(|t| &k[(token + t) * row_width..].as_flattened()[..dim]);
         let mut sums = [[[0.0; LANES]; P]; T];
         for (d, q) in q.chunks_exact(P).enumerate() {
-            multiply::<T, P, FMA>(&mut sums, std::array::from_fn(|t| k[t][d]), vectors(q));
+            multiply::<T, P, FMA>(&mut sums, std::array::from_fn(|t| k[t][d]), exactly(q));
         }
         out[token * P..(token + T) * P].copy_from_slice(sums.as_flattened());
     }
@@ -418,7 +405,7 @@ fn softmax<const P: usize, const FMA: bool>(
     acc: &mut [Lanes],
     width: usize,
 ) {
-    let mut greatest: [Lanes; P] = *vectors(max);
+    let mut greatest: [Lanes; P] = *exactly(max);
     for weights in weights.chunks_exact(P) {
         for (greatest, weight) in greatest.as_flattened_mut().iter_mut().zip(weights.as_flattened()) {
             *greatest = if *weight > *greatest { *weight } else { *greatest };
@@ -426,8 +413,8 @@ fn softmax<const P: usize, const FMA: bool>(
     }
     // A row that has seen no token yet has no maximum; any finite one keeps its weights 0.
     let base = greatest.map(|g| g.map(|g| if g == f32::NEG_INFINITY { 0.0 } else { g }));
-    if greatest != *vectors(max) {
-        let mut shrink: [Lanes; P] = *vectors(max);
+    if greatest != *exactly(max) {
+        let mut shrink: [Lanes; P] = *exactly(max);
         for (shrink, base) in shrink.as_flattened_mut().iter_mut().zip(base.as_flattened()) {
             *shrink = exp::<FMA>(*shrink - base);
         }
@@ -447,55 +434,61 @@ fn softmax<const P: usize, const FMA: bool>(
         }
     }
     weights.as_flattened_mut().iter_mut().for_each(|w| *w = exp::<FMA>(*w));
+    let mut sums: [Lanes; P] = *exactly(sum);
     for weights in weights.chunks_exact(P) {
-        for (sum, weight) in sum.as_flattened_mut().iter_mut().zip(weights.as_flattened()) {
+        for (sum, weight) in sums.as_flattened_mut().iter_mut().zip(weights.as_flattened()) {
             *sum += weight;
         }
     }
+    sum.copy_from_slice(&sums);
 }
 
-/// Adds the staged values, weighted by the lanes from `lane` on of a panel, to `R` rows of `acc`, `C` vectors at a time.
+/// One head's values: vectors `from..` of rows that are `row_width` vectors wide.
+#[derive(Clone, Copy)]
+struct Columns<'a> {
+    v: &'a [Lanes],
+    row_width: usize,
+    from: usize,
+}
+
+/// Adds the values, weighted by the lanes from `lane` on of a panel, `[token][P]`, to the `R` rows of `acc`, `C` vectors
+/// at a time.
 #[inline(always)]
-fn weigh<const R: usize, const C: usize, const P: usize, const FMA: bool>(
-    weights: &[f32],
+fn sums<const R: usize, const C: usize, const P: usize, const FMA: bool>(
+    weights: &[Lanes],
     lane: usize,
-    v: &[Lanes],
-    width: usize,
+    v: Columns,
     acc: &mut [Lanes],
 ) {
+    let width = acc.len() / R;
     let whole = width / C * C;
     for column in (0..whole).step_by(C) {
-        weigh_column::<R, C, P, FMA>(weights, lane, v, width, column, acc);
+        sums_of::<R, C, P, FMA>(weights, lane, v, column, acc);
     }
     for column in (whole..width).step_by(2) {
-        weigh_column::<R, 2, P, FMA>(weights, lane, v, width, column, acc);
+        sums_of::<R, 2, P, FMA>(weights, lane, v, column, acc);
     }
 }
 
-/// [`weigh`] for the `C` vectors from `column` on.
+/// [`sums`] for the `C` vectors from `column` on.
 #[inline(always)]
-fn weigh_column<const R: usize, const C: usize, const P: usize, const FMA: bool>(
-    weights: &[f32],
+fn sums_of<const R: usize, const C: usize, const P: usize, const FMA: bool>(
+    weights: &[Lanes],
     lane: usize,
-    v: &[Lanes],
-    width: usize,
+    v: Columns,
     column: usize,
     acc: &mut [Lanes],
 ) {
-    let mut sums: [[Lanes; C]; R] = std::array::from_fn(|r| *vectors(&acc[r * width + column..][..C]));
-    for (weights, v) in weights.chunks_exact(P * LANES).zip(v.chunks_exact(width)) {
+    let width = acc.len() / R;
+    let mut sums: [[Lanes; C]; R] = std::array::from_fn(|r| *exactly(&acc[r * width + column..][..C]));
+    let weights = weights.as_flattened().chunks_exact(P * LANES);
+    for (weights, v_row) in weights.zip(v.v.chunks_exact(v.row_width)) {
         let weights = weights[lane..lane + R].try_into().expect("R weights");
-        multiply::<R, C, FMA>(&mut sums, weights, vectors(&v[column..column + C]));
+        multiply::<R, C, FMA>(&mut sums, weights, exactly(&v_row[v.from + column..][..C]));
     }
     for (r, sums) in sums.iter().enumerate() {
         acc[r * width + column..][..C].copy_from_slice(sums);
     }
-}
-
-/// A slice whose length is known.
-#[inline(always)]
-fn vectors<const N: usize>(slice: &[Lanes]) -> &[Lanes; N] {
-    slice.try_into().expect("a slice of this length")
 }
 
 /// `a * b + c`: with one rounding where the machine does that in one instruction. Elsewhere `mul_add` would be a call
