@@ -13,6 +13,7 @@
 
 mod element;
 mod kernel;
+mod prefetch;
 mod source;
 #[cfg(test)]
 mod tests;

@@ -53,7 +53,9 @@ impl Stored for F16 {
         for (n, out) in steps.chunks_exact_mut(STEP).enumerate() {
             // SAFETY: values n * STEP .. (n + 1) * STEP are within dst.len(), which the caller vouches for.
             let bits = unsafe { src.add(n * STEP).cast::<[u16; STEP]>().read_unaligned() };
-            out.copy_from_slice(&bits.map(f16_to_f32));
+            for (out, bits) in out.iter_mut().zip(bits) {
+                *out = f16_to_f32(bits);
+            }
         }
         for (n, out) in rest.iter_mut().enumerate() {
             // SAFETY: as above, for the last values one by one.

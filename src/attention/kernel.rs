@@ -18,6 +18,7 @@
 use std::ops::Range;
 
 use super::element::{Element, F16, F32, Stored};
+use super::prefetch::prefetch;
 use super::vectors::{LANES, Lanes, Vectors, exactly};
 use super::{KvSource, Run, Shape};
 
@@ -47,7 +48,7 @@ pub(super) struct Call<'a> {
 /// panels of `P` vectors, the last one padded.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    /// Scaled queries, `[KV head][panel][dim][P]`.
+    /// Scaled queries, `[KV head][panel][width * LANES][P]`: the transpose of their rows.
     q: Vectors,
     /// Weighted sums of V, `[row][width]`, where `width` vectors hold one head's dimensions.
     acc: Vectors,
@@ -164,13 +165,26 @@ impl<const P: usize> Tile<'_, P> {
         let end = self.visible(self.rows - 1).end;
         for chunk in (first / CHUNK * CHUNK..end).step_by(CHUNK) {
             let tokens = chunk.max(first)..end.min(chunk + CHUNK);
+            // While K is staged, V of the same tokens is asked for, and with V the next chunk's K.
+            let kv = self.call.kv;
+            let next = |token| if token + CHUNK < end { Some(kv.run(token + CHUNK)) } else { None };
             // SAFETY: some query of the tile sees each of `tokens`, so the caller vouches for their rows.
             unsafe {
-                self.stage::<E>(|run| (run.k, run.k_stride), tokens.clone(), chunk, &mut scratch.staged)
-            };
+                let ahead = |_, run: &Run| Some((run.v, run.v_stride));
+                self.stage::<E>(
+                    tokens.clone(),
+                    chunk,
+                    |run| (run.k, run.k_stride),
+                    ahead,
+                    &mut scratch.staged,
+                );
+            }
             self.score::<FMA>(chunk, scratch);
             // SAFETY: as for K.
-            unsafe { self.stage::<E>(|run| (run.v, run.v_stride), tokens, chunk, &mut scratch.staged) };
+            unsafe {
+                let ahead = |token, _: &Run| next(token).map(|run| (run.k, run.k_stride));
+                self.stage::<E>(tokens, chunk, |run| (run.v, run.v_stride), ahead, &mut scratch.staged);
+            }
             self.weigh::<FMA>(chunk, scratch);
         }
         self.finish(out, scratch);
@@ -195,10 +209,10 @@ impl<const P: usize> Tile<'_, P> {
     #[inline(always)]
     fn begin(&self, scratch: &mut Scratch) {
         let Scratch { q, acc, weights, staged, max, sum } = scratch;
-        let (shape, dim) = (self.call.shape, self.call.shape.head_dim);
+        let (shape, dim, padded) = (self.call.shape, self.call.shape.head_dim, self.width * LANES);
         let vectors = self.heads.len() * self.panels * P;
-        q.fit(vectors * dim);
-        q[..vectors * dim].fill([0.0; LANES]);
+        q.fit(vectors * padded);
+        q[..vectors * padded].fill([0.0; LANES]);
         acc.fit(self.heads.len() * self.rows * self.width);
         acc[..self.heads.len() * self.rows * self.width].fill([0.0; LANES]);
         max.fit(vectors);
@@ -213,7 +227,7 @@ impl<const P: usize> Tile<'_, P> {
         self.each_row(|n, row, query, head| {
             let from = &self.call.q[(query * shape.query_heads + head) * dim..][..dim];
             let (panel, lane) = (row / (P * LANES), row % (P * LANES));
-            let to = &mut q[(n * self.panels + panel) * dim * P * LANES + lane..];
+            let to = &mut q[(n * self.panels + panel) * padded * P * LANES + lane..];
             for (to, from) in to.iter_mut().step_by(P * LANES).zip(from) {
                 *to = from * shape.scale;
             }
@@ -255,9 +269,10 @@ impl<const P: usize> Tile<'_, P> {
     #[inline(always)]
     unsafe fn stage<E: Stored>(
         &self,
-        plane: impl Fn(&Run) -> (*const u8, usize),
         tokens: Range<usize>,
         chunk: usize,
+        plane: impl Fn(&Run) -> (*const u8, usize),
+        ahead: impl Fn(usize, &Run) -> Option<(*const u8, usize)>,
         staged: &mut [Lanes],
     ) {
         let dim = self.call.shape.head_dim;
@@ -267,9 +282,13 @@ impl<const P: usize> Tile<'_, P> {
         while token < tokens.end {
             let run = self.call.kv.run(token);
             let (row, stride) = plane(&run);
+            let ahead = ahead(token, &run);
             let count = run.tokens.min(tokens.end - token);
             let staged = &mut staged[(token - chunk) * row_width..(token - chunk + count) * row_width];
             for (n, to) in staged.chunks_exact_mut(row_width).enumerate() {
+                if let Some((row, stride)) = ahead {
+                    prefetch(row.wrapping_add(n * stride + at), self.heads.len() * dim * E::BYTES);
+                }
                 let from = row.wrapping_add(n * stride + at);
                 let to = to.as_flattened_mut();
                 if dim == self.width * LANES {
@@ -290,7 +309,7 @@ impl<const P: usize> Tile<'_, P> {
     #[inline(always)]
     fn score<const FMA: bool>(&self, chunk: usize, scratch: &mut Scratch) {
         let Scratch { q, acc, weights, staged, max, sum } = scratch;
-        let (dim, width) = (self.call.shape.head_dim, self.width);
+        let width = self.width;
         let row_width = self.heads.len() * width;
         for n in 0..self.heads.len() {
             for panel in 0..self.panels {
@@ -300,7 +319,7 @@ impl<const P: usize> Tile<'_, P> {
                     continue;
                 }
                 let panel = n * self.panels + panel;
-                let q = &q[panel * dim * P..(panel + 1) * dim * P];
+                let q = &q[panel * width * LANES * P..(panel + 1) * width * LANES * P];
                 let k = &staged[n * width..];
                 let weights = &mut weights[panel * CHUNK * P..(panel + 1) * CHUNK * P];
                 match P {
@@ -364,7 +383,7 @@ fn multiply<const R: usize, const C: usize, const FMA: bool>(
     }
 }
 
-/// Scores a panel of queries, `[dim][P]`, against one head's keys, which lie `row_width` vectors apart, of the tokens
+/// Scores a panel of queries, `[width * LANES][P]`, against one head's keys, which lie `row_width` vectors apart, of the tokens
 /// `seen`, `T` at a time. What is before and after those, up to a whole step, is overwritten; `T` divides [`CHUNK`].
 #[inline(always)]
 fn scores<const T: usize, const P: usize, const FMA: bool>(
@@ -374,12 +393,15 @@ fn scores<const T: usize, const P: usize, const FMA: bool>(
     seen: Range<usize>,
     out: &mut [Lanes],
 ) {
-    let dim = q.len() / P;
     for token in (seen.start / T * T..seen.end).step_by(T) {
-        let k: [&[f32]; T] = std::array::from_fn(|t| &k[(token + t) * row_width..].as_flattened()[..dim]);
+        let k: [&[Lanes]; T] =
+            std::array::from_fn(|t| &k[(token + t) * row_width..][..q.len() / (P * LANES)]);
         let mut sums = [[[0.0; LANES]; P]; T];
-        for (d, q) in q.chunks_exact(P).enumerate() {
-            multiply::<T, P, FMA>(&mut sums, std::array::from_fn(|t| k[t][d]), exactly(q));
+        for (n, q) in q.chunks_exact(P * LANES).enumerate() {
+            let k: [&Lanes; T] = std::array::from_fn(|t| &k[t][n]);
+            for d in 0..LANES {
+                multiply::<T, P, FMA>(&mut sums, std::array::from_fn(|t| k[t][d]), exactly(&q[d * P..][..P]));
+            }
         }
         out[token * P..(token + T) * P].copy_from_slice(sums.as_flattened());
     }
@@ -412,7 +434,10 @@ fn softmax<const P: usize, const FMA: bool>(
         }
     }
     // A row that has seen no token yet has no maximum; any finite one keeps its weights 0.
-    let base = greatest.map(|g| g.map(|g| if g == f32::NEG_INFINITY { 0.0 } else { g }));
+    let mut base = greatest;
+    for base in base.as_flattened_mut() {
+        *base = if *base == f32::NEG_INFINITY { 0.0 } else { *base };
+    }
     if greatest != *exactly(max) {
         let mut shrink: [Lanes; P] = *exactly(max);
         for (shrink, base) in shrink.as_flattened_mut().iter_mut().zip(base.as_flattened()) {
