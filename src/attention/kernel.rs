@@ -20,7 +20,7 @@ use std::ops::Range;
 use super::element::{Element, F16, F32, Stored};
 use super::prefetch::prefetch;
 use super::vectors::{LANES, Lanes, Vectors, exactly};
-use super::{KvSource, Run, Shape};
+use super::{KvSource, PAGE_SHIFT, Run, Shape};
 
 /// Tokens between two updates of the running maximum.
 const CHUNK: usize = 32;
@@ -165,7 +165,8 @@ impl<const P: usize> Tile<'_, P> {
         let end = self.visible(self.rows - 1).end;
         for chunk in (first / CHUNK * CHUNK..end).step_by(CHUNK) {
             let tokens = chunk.max(first)..end.min(chunk + CHUNK);
-            // While K is staged, V of the same tokens is asked for, and with V the next chunk's K.
+            // While K is staged, V of the same tokens is asked for, and with V the next chunk's K. The translations of
+            // their pages, which take longest, were asked for earlier.
             let kv = self.call.kv;
             let next = |token| if token + CHUNK < end { Some(kv.run(token + CHUNK)) } else { None };
             // SAFETY: some query of the tile sees each of `tokens`, so the caller vouches for their rows.
@@ -179,6 +180,7 @@ impl<const P: usize> Tile<'_, P> {
                     &mut scratch.staged,
                 );
             }
+            self.ask_for_pages::<E>(tokens.start + 2 * CHUNK..end.min(tokens.end + 2 * CHUNK));
             self.score::<FMA>(chunk, scratch);
             // SAFETY: as for K.
             unsafe {
@@ -300,6 +302,29 @@ impl<const P: usize> Tile<'_, P> {
                         unsafe { E::load(from.wrapping_add(n * dim * E::BYTES), &mut to[..dim]) };
                     }
                 }
+            }
+            token += count;
+        }
+    }
+
+    /// Touches each page that the rows of `tokens` begin or end in.
+    #[inline(always)]
+    fn ask_for_pages<E: Stored>(&self, tokens: Range<usize>) {
+        const PAGE: usize = 1 << PAGE_SHIFT;
+        let dim = self.call.shape.head_dim;
+        let at = self.heads.start * dim * E::BYTES;
+        let last = self.heads.len() * dim * E::BYTES - 1;
+        let mut token = tokens.start;
+        while token < tokens.end {
+            let run = self.call.kv.run(token);
+            let count = run.tokens.min(tokens.end - token);
+            for (row, stride) in [(run.k, run.k_stride), (run.v, run.v_stride)] {
+                let row = row.wrapping_add(at);
+                let span = (count - 1) * stride + last;
+                for at in (0..span).step_by(stride.max(PAGE)) {
+                    prefetch(row.wrapping_add(at), 1);
+                }
+                prefetch(row.wrapping_add(span), 1);
             }
             token += count;
         }
