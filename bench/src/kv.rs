@@ -89,7 +89,7 @@ impl Sequence {
             element,
             tokens,
             pool: memory(slots * slot),
-            table: order[..blocks].iter().map(|n| (n * slot >> PAGE_SHIFT) as u32).collect(),
+            table: order[..blocks].iter().map(|n| ((n * slot) >> PAGE_SHIFT) as u32).collect(),
             shift: profile.block_shift(),
             planes: profile.planes(0),
             arrays: memory(tokens * profile.bytes_per_token() as usize),

@@ -100,10 +100,17 @@ unsafe fn run_avx2(call: &Call, element: Element, out: &mut [f32], scratch: &mut
     unsafe { run_plain::<true>(call, element, out, scratch) }
 }
 
+/// The kernel, with multiply-add in one instruction or in two.
+///
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-unsafe fn run_plain<const FMA: bool>(call: &Call, element: Element, out: &mut [f32], scratch: &mut Scratch) {
+pub(super) unsafe fn run_plain<const FMA: bool>(
+    call: &Call,
+    element: Element,
+    out: &mut [f32],
+    scratch: &mut Scratch,
+) {
     match element {
         // SAFETY: the caller's promise.
         Element::F16 => unsafe { tiles::<F16, FMA>(call, out, scratch) },

@@ -142,10 +142,19 @@ fn check(shape: &Shape, element: Element, shift: u32, tokens: usize, queries: us
     let blocks = Blocks::new(shape, element, Layout::PlaneMajor, shift, &k, &v);
     let answer = run(shape, element, &blocks.paged(), tokens, &q);
 
+    // What a machine without fused multiply-add runs.
+    let mut unfused = vec![f32::NAN; q.len()];
+    let kv = &blocks.paged();
+    let call = kernel::Call { shape, kv, kv_tokens: tokens, heads: 0..shape.kv_heads, queries, q: &q };
+    // SAFETY: the blocks hold `tokens` rows.
+    unsafe { kernel::run_plain::<false>(&call, element, &mut unfused, &mut kernel::Scratch::default()) };
+
     let want = by_definition(shape, tokens, &q, &rounded(element, &k), &rounded(element, &v));
     for (n, (got, want)) in answer.iter().zip(&want).enumerate() {
         let off = (f64::from(*got) - want).abs();
         assert!(off <= 4e-6, "{shape:?} {element:?}: value {n} is {got}, not {want}");
+        let off = (f64::from(unfused[n]) - want).abs();
+        assert!(off <= 4e-6, "{shape:?} {element:?}: value {n} is {} without fusing, not {want}", unfused[n]);
     }
 
     let rows = Blocks::new(shape, element, Layout::TokenMajor, shift, &k, &v);
