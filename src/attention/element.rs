@@ -4,7 +4,8 @@
 //! because they lie in memory that other processes can write.
 //!
 //! f16 is converted by a few plain operations without branches: the compiler vectorises them on every target, while
-//! the standard library's f16 is not stable in Rust 1.85 and conversions by instruction stay scalar there.
+//! the standard library's f16 is not stable in Rust 1.85 and conversions by instruction stay scalar there. The loops
+//! are as plain as can be on purpose: cut into steps by hand, they came out as shuffles, four times as long.
 
 /// What one value of a K or V row is stored as.
 #[derive(Clone, Copy, Debug, PartialEq, Eq, Hash)]
@@ -24,9 +25,6 @@ impl Element {
         }
     }
 }
-
-/// Values converted at a time: a width that every target's vectors divide.
-const STEP: usize = 16;
 
 /// A stored type, known at compile time.
 pub(super) trait Stored {
@@ -48,18 +46,9 @@ impl Stored for F16 {
     #[inline(always)]
     unsafe fn load(src: *const u8, dst: &mut [f32]) {
         let src = src.cast::<u16>();
-        let whole = dst.len() / STEP * STEP;
-        let (steps, rest) = dst.split_at_mut(whole);
-        for (n, out) in steps.chunks_exact_mut(STEP).enumerate() {
-            // SAFETY: values n * STEP .. (n + 1) * STEP are within dst.len(), which the caller vouches for.
-            let bits = unsafe { src.add(n * STEP).cast::<[u16; STEP]>().read_unaligned() };
-            for (out, bits) in out.iter_mut().zip(bits) {
-                *out = f16_to_f32(bits);
-            }
-        }
-        for (n, out) in rest.iter_mut().enumerate() {
-            // SAFETY: as above, for the last values one by one.
-            *out = f16_to_f32(unsafe { src.add(whole + n).read_unaligned() });
+        for (n, out) in dst.iter_mut().enumerate() {
+            // SAFETY: value n is within dst.len(), which the caller vouches for.
+            *out = f16_to_f32(unsafe { src.add(n).read_unaligned() });
         }
     }
 }
@@ -70,15 +59,9 @@ impl Stored for F32 {
     #[inline(always)]
     unsafe fn load(src: *const u8, dst: &mut [f32]) {
         let src = src.cast::<f32>();
-        let whole = dst.len() / STEP * STEP;
-        let (steps, rest) = dst.split_at_mut(whole);
-        for (n, out) in steps.chunks_exact_mut(STEP).enumerate() {
-            // SAFETY: values n * STEP .. (n + 1) * STEP are within dst.len(), which the caller vouches for.
-            out.copy_from_slice(&unsafe { src.add(n * STEP).cast::<[f32; STEP]>().read_unaligned() });
-        }
-        for (n, out) in rest.iter_mut().enumerate() {
-            // SAFETY: as above, for the last values one by one.
-            *out = unsafe { src.add(whole + n).read_unaligned() };
+        for (n, out) in dst.iter_mut().enumerate() {
+            // SAFETY: value n is within dst.len(), which the caller vouches for.
+            *out = unsafe { src.add(n).read_unaligned() };
         }
     }
 }
@@ -104,19 +87,9 @@ pub unsafe fn store_row(element: Element, dst: *mut u8, src: &[f32]) {
     match element {
         Element::F16 => {
             let dst = dst.cast::<u16>();
-            let steps = src.chunks_exact(STEP);
-            let rest = steps.remainder();
-            for (n, values) in steps.enumerate() {
-                let mut bits = [0u16; STEP];
-                for (bits, value) in bits.iter_mut().zip(values) {
-                    *bits = f32_to_f16(*value);
-                }
-                // SAFETY: values n * STEP .. (n + 1) * STEP are within src.len(), which the caller vouches for.
-                unsafe { dst.add(n * STEP).cast::<[u16; STEP]>().write_unaligned(bits) };
-            }
-            for (n, value) in rest.iter().enumerate() {
-                // SAFETY: as above, for the last values one by one.
-                unsafe { dst.add(src.len() - rest.len() + n).write_unaligned(f32_to_f16(*value)) };
+            for (n, value) in src.iter().enumerate() {
+                // SAFETY: value n is within src.len(), which the caller vouches for.
+                unsafe { dst.add(n).write_unaligned(f32_to_f16(*value)) };
             }
         }
         // SAFETY: `dst` is valid for src.len() values of 4 bytes, and cannot overlap a live borrow of ours.
