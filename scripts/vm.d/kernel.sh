@@ -21,7 +21,8 @@ kernel_recipe='
     make -s olddefconfig
     # An option that a newer source renamed or hid behind another one is dropped without a word.
     lost=$(grep -vxFf .config "/src/$1.config" | grep -v "=n$" || true)
-    [ -z "$lost" ] || { echo "the kernel configuration lost: $lost" >&2; exit 1; }
+    forced=$(sed -n "s/=n$/=y/p" "/src/$1.config" | grep -xFf - .config || true)
+    [ -z "$lost$forced" ] || { echo "options lost: $lost, options forced: $forced" >&2; exit 1; }
     make -s -j"$2" "${image##*/}"
     cp "$image" .config /tmp/keep/
 '

@@ -48,6 +48,7 @@ root_of() {
 }
 
 # in_root [-b HOST_DIR:INSIDE]... [-r HOST_DIR:INSIDE]... COMMAND...: runs in $root as the calling user.
+# With $inside_user (uid:gid) set, as that user.
 # -b binds a directory read-write, -r read-only. INSIDE is /src, /out, /vendor or a directory in /tmp.
 in_root() {
     local binds=() option
@@ -74,6 +75,6 @@ in_root() {
             shift 3
         done
         exec chroot --userspec="$user" "$root" /usr/bin/env -i \
-            PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp LC_ALL=C.UTF-8 "$@"
-    ' "$root" "$(id -u):$(id -g)" "${#binds[@]}" "${binds[@]}" "$@"
+            PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp TMPDIR=/tmp LC_ALL=C.UTF-8 "$@"
+    ' "$root" "${inside_user:-$(id -u):$(id -g)}" "${#binds[@]}" "${binds[@]}" "$@"
 }
