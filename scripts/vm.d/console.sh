@@ -23,7 +23,8 @@ fail() {
     exit "$status"
 }
 
-exec 3< <(exec "$@" </dev/null 2>&1)
+# What the emulator itself has to say (a DMA fault, a bad option) must not land in the middle of a test's line.
+exec 3< <(exec "$@" </dev/null 2>>"$log")
 pid=$!
 while true; do
     left=$((limit - SECONDS))

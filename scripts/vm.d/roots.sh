@@ -66,8 +66,7 @@ in_root() {
         mount -o remount,bind,ro "$root"
         mount -t proc proc "$root/proc"
         mount --rbind /dev "$root/dev"
-        mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
-        mount -t tmpfs -o mode=1777 tmpfs "$root/run"
+        for place in tmp var/tmp run; do mount -t tmpfs -o mode=1777 tmpfs "$root/$place"; done
         for ((; words > 0; words -= 3)); do
             mkdir -p "$root$3"
             mount --bind "$2" "$root$3"
@@ -75,6 +74,6 @@ in_root() {
             shift 3
         done
         exec chroot --userspec="$user" "$root" /usr/bin/env -i \
-            PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp TMPDIR=/tmp LC_ALL=C.UTF-8 "$@"
+            PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp LC_ALL=C.UTF-8 "$@"
     ' "$root" "${inside_user:-$(id -u):$(id -g)}" "${#binds[@]}" "${binds[@]}" "$@"
 }

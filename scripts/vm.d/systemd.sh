@@ -41,10 +41,10 @@ pack_payload() {
     install -m 644 "$checkout/systemd/kvbroker.tmpfiles.conf" "$payload/usr/lib/tmpfiles.d/kvbroker.conf"
     install -m 644 -t "$units" "$checkout"/systemd/*.service "$checkout"/systemd/*.socket "$vm_d/kvbroker-vm.service"
     install -m 755 "$vm_d/run-in-systemd" "$payload/$lib/"
-    printf '%s\n' 'g kvbroker-test-users' 'u alice 1001' 'u mallory 1003' 'm alice kvbroker-clients' \
+    printf '%s\n' 'u alice 1001' 'u mallory 1003' 'm alice kvbroker-clients' \
         >"$payload/usr/lib/sysusers.d/zz-kvbroker-vm.conf"
     # The daemon's unit around the tests: the same user, devices, system calls and limits.
-    sed -e "s|^ExecStart=.*|ExecStart=/$lib/device --test-threads=1 sandbox::|" -e 's/^Type=.*/Type=oneshot/' \
+    sed -e "s|^ExecStart=.*|ExecStart=/$lib/device --test-threads=1 --color never sandbox::|" -e 's/^Type=.*/Type=oneshot/' \
         -e '/^\(Restart\|Sockets\|Requires\|WatchdogSec\|After=kvbrokerd\)/d' \
         "$checkout/systemd/kvbrokerd.service" >"$units/kvbroker-sandbox.service"
     printf '%s\n' '[Service]' 'StandardOutput=tty' 'StandardError=tty' 'TTYPath=/dev/ttyS0' \

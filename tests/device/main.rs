@@ -10,6 +10,7 @@
 //! `kernel` holds what the kernel itself must do for the product's promises to hold. Its assertions are what the
 //! design rests on, so a kernel on which one of them fails is a kernel that the product must treat differently.
 
+mod iommu;
 mod kernel;
 mod sandbox;
 mod service;
