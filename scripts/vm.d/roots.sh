@@ -6,6 +6,8 @@
 # process namespace, see no writable place but what they are given, and leave nothing behind on the host.
 
 suite=trixie
+# Raise it when make_root changes what it makes.
+root_recipe=1
 bench_packages=(linux-source-6.12 gcc gcc-aarch64-linux-gnu make flex bison bc libelf-dev cpio xz-utils gzip
     qemu-system-x86 qemu-system-arm device-tree-compiler busybox-static systemd udev e2fsprogs)
 rust_packages=(rustc cargo gcc gcc-aarch64-linux-gnu libc6-dev libc6-dev:arm64 libstd-rust-dev:arm64)
@@ -23,7 +25,9 @@ debian_sources() {
 
 # shellcheck disable=SC2016
 make_root() {
-    host_packages mmdebstrap debian-archive-keyring
+    # An early Debian 12 knows no keys of Debian 13 yet.
+    [[ -e /usr/share/keyrings/debian-archive-$suite-stable.gpg ]] || host_packages --upgrade debian-archive-keyring
+    host_packages mmdebstrap
     local include
     include=$(IFS=,; echo "$*")
     # Frozen mirrors have expired Release files; documentation and translations are half of the files.
@@ -41,7 +45,7 @@ make_root() {
 root_of() {
     local name=$1 entry
     local -n packages=${name}_packages
-    cached "root-$name-$(echo "$suite ${packages[*]}" | cat - <(declare -f make_root) | hash_of)" \
+    cached "root-$name-$(echo "$root_recipe $suite ${packages[*]}" | hash_of)" \
         "building the Debian $suite root '$name', about 1 minute: ${packages[*]}" \
         make_root "${packages[@]}"
     root=$entry
