@@ -42,7 +42,7 @@ kernel_of() {
     case $arch in x86_64) minutes=7 ;; aarch64) minutes=10 ;; esac
     version=$(dpkg-query --admindir="$root/var/lib/dpkg" -W -f '${Version}' "$kernel_package")
     cached "kernel-$arch-$version-$({ cat "$vm_d/$arch.config"; echo "$kernel_recipe"; } | hash_of)" \
-        "building the $arch test kernel from $kernel_package $version: about $minutes minutes on two idle cores" \
+        "building the $arch test kernel from $kernel_package $version: up to $minutes minutes on two idle cores" \
         build_kernel "$arch"
     kernel=$entry/$(kernel_image "$arch")
 }
