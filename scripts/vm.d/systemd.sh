@@ -47,8 +47,6 @@ pack_payload() {
     sed -e "s|^ExecStart=.*|ExecStart=/$lib/device --test-threads=1 --color never sandbox::|" -e 's/^Type=.*/Type=oneshot/' \
         -e '/^\(Restart\|Sockets\|Requires\|WatchdogSec\|After=kvbrokerd\)/d' \
         "$checkout/systemd/kvbrokerd.service" >"$units/kvbroker-sandbox.service"
-    printf '%s\n' '[Service]' 'StandardOutput=tty' 'StandardError=tty' 'TTYPath=/dev/ttyS0' \
-        >>"$units/kvbroker-sandbox.service"
     write_arguments "$payload/$lib/arguments"
     pack_tree_as_initramfs "$tree"
 }
