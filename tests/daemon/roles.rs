@@ -154,6 +154,7 @@ impl Role {
             "child" => {
                 // SAFETY: the child calls only what may be called after fork.
                 match unsafe { libc::fork() } {
+                    // SAFETY: these calls are allowed after fork, and the child ends without running anything else.
                     0 => unsafe {
                         libc::close(0);
                         libc::close(1);

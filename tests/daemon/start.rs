@@ -78,7 +78,7 @@ fn a_heap_that_this_user_may_not_open_is_named_with_the_group_that_may() {
     let place = Place::new("");
     let heap = place.path("heap");
     std::fs::write(&heap, "").unwrap();
-    std::fs::set_permissions(&heap, std::fs::Permissions::from_mode(0)).unwrap();
+    std::fs::set_permissions(&heap, std::fs::Permissions::from_mode(0o0)).unwrap();
     chown(place.dir.path(), Some(4001), Some(4001)).unwrap();
     let config = CONFIG.replace("size = \"1M\"", &format!("size = \"1M\"\nheap = \"{}\"", heap.display()));
     std::fs::write(place.path("kvbroker.toml"), config).unwrap();
