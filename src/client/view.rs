@@ -42,6 +42,7 @@ pub(super) struct View {
     block_bytes: usize,
     blocks: usize,
     tokens_per_block: usize,
+    made_by: u32,
 }
 
 // SAFETY: the range belongs to the view alone; it is only mapped and unmapped by the session that owns the view.
@@ -80,7 +81,8 @@ impl View {
             PROMISED.fetch_sub(blocks + 1, Ordering::Relaxed);
             Error::Map { what: what(), source }
         })?;
-        Ok(View { base: base.as_ptr(), plane, block_bytes, blocks, tokens_per_block })
+        let made_by = std::process::id();
+        Ok(View { base: base.as_ptr(), plane, block_bytes, blocks, tokens_per_block, made_by })
     }
 
     /// What the engine is told.
@@ -129,6 +131,10 @@ impl View {
 
 impl Drop for View {
     fn drop(&mut self) {
+        // In a forked child the range is not mapped, and something else may be where it was.
+        if std::process::id() != self.made_by {
+            return;
+        }
         // SAFETY: the range is this view's; the session hands out its address for its own life only.
         unsafe { arena::unmap(self.base, self.blocks * self.block_bytes) };
         PROMISED.fetch_sub(self.blocks + 1, Ordering::Relaxed);
