@@ -81,7 +81,7 @@ enum Weights {
     File,
     /// Widened to f32
     F32,
-    /// A directory's matrices quantised to q8_0 while loading
+    /// Matrices quantised to q8_0 while loading: fast on every processor
     Q8_0,
 }
 

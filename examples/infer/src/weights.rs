@@ -20,7 +20,7 @@ pub enum Precision {
     File,
     /// Everything as f32.
     F32,
-    /// Matrices of safetensors quantised to q8_0 while loading (a quarter of f32); a GGUF's stay as they are.
+    /// Matrices quantised to q8_0 while loading: a quarter of f32, and the type with the fastest product.
     Q8,
 }
 
@@ -150,28 +150,32 @@ impl Source {
     }
 
     fn table(&mut self, name: &str, rows: usize, cols: usize, precision: Precision) -> Result<Table> {
-        match self {
+        let plain = match self {
             Source::Gguf(content, file) => {
                 shape_is(name, gguf_shape(content, name)?, &[rows, cols])?;
                 let tensor = content.tensor(file, name, &Device::Cpu)?;
-                let plain = matches!(tensor.dtype(), GgmlDType::F32 | GgmlDType::F16);
-                Ok(if plain || precision == Precision::F32 {
-                    Table::Plain(tensor.dequantize(&Device::Cpu)?)
-                } else {
-                    Table::Quantised(Arc::new(tensor))
-                })
+                let keep = match precision {
+                    Precision::File => !matches!(tensor.dtype(), GgmlDType::F32 | GgmlDType::F16),
+                    Precision::F32 => false,
+                    Precision::Q8 => tensor.dtype() == GgmlDType::Q8_0,
+                };
+                if keep {
+                    return Ok(Table::Quantised(Arc::new(tensor)));
+                }
+                tensor.dequantize(&Device::Cpu)?
             }
             Source::Safetensors(files) => {
                 let tensor = load(files, name)?;
                 shape_is(name, tensor.dims(), &[rows, cols])?;
-                // A q8_0 block is 32 values of one row.
-                Ok(if precision == Precision::Q8 && cols % 32 == 0 {
-                    Table::Quantised(Arc::new(QTensor::quantize(&tensor, GgmlDType::Q8_0)?))
-                } else {
-                    Table::Plain(tensor)
-                })
+                tensor
             }
-        }
+        };
+        // A q8_0 block is 32 values of one row.
+        Ok(if precision == Precision::Q8 && cols % 32 == 0 {
+            Table::Quantised(Arc::new(QTensor::quantize(&plain, GgmlDType::Q8_0)?))
+        } else {
+            Table::Plain(plain)
+        })
     }
 }
 
