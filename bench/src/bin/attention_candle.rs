@@ -123,7 +123,7 @@ fn compare(model: &Model, queries: usize) -> Result<()> {
     let how = ["", "repeated K and V", "folded heads"][side];
     let name = |what: &str| format!("attention-candle/{what}-{}-{queries}", model.name);
     let note = format!(
-        "f32, {queries} queries, {TOKENS} tokens; {}; median of {}",
+        "f32, {queries} queries, {TOKENS} tokens; {}; processor time, median of {}",
         model.describe(),
         samples.count()
     );

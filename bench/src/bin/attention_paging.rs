@@ -48,7 +48,7 @@ fn compare(model: &Model, tokens: usize, element: Element, case: &str) {
         ],
     );
     let name = |what: &str| format!("attention-paging/{what}-{case}");
-    let note = format!("{}; median of {}", model.describe(), samples.count());
+    let note = format!("{}; processor time, median of {}", model.describe(), samples.count());
     let ratio = |base| samples.median(0) / samples.median(base);
     at_most(name("time"), ratio(1), 1.05, format!("paged / contiguous walked in blocks of 16; {note}"));
     reported(name("time-one-run"), ratio(2), "x", format!("paged / contiguous walked in one run; {note}"));
