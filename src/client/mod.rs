@@ -31,6 +31,7 @@ mod arena;
 mod credit;
 mod error;
 mod link;
+mod pager;
 mod session;
 mod view;
 
@@ -45,6 +46,7 @@ use sha2::{Digest, Sha256};
 
 pub use error::Error;
 pub use link::Embedded;
+pub use pager::{Notice, Notify, Pager, PagerOptions, PagerPlane, PagerStats};
 pub use session::{Session, SessionStats};
 pub use view::PlaneView;
 
