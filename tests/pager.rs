@@ -133,9 +133,14 @@ fn trimming_gives_back_whole_units_only_and_leaves_the_others_as_they_are() {
             write(&p, plane, u * unit + plane, i as u8 + 1);
         }
     }
-    assert_eq!(p.trim(1..unit * 2 - 1).unwrap(), 0);
-    assert_eq!(p.trim(0..unit).unwrap(), 1);
-    assert_eq!(p.trim(unit * 3 - 1..unit * 8).unwrap(), 3);
+    let in_all = |offsets: std::ops::Range<usize>| -> Vec<_> {
+        let start = |plane| p.plane(plane) as usize - p.base() as usize;
+        (0..2 * LAYERS).map(|plane| start(plane) + offsets.start..start(plane) + offsets.end).collect()
+    };
+    assert_eq!(p.trim(&in_all(1..unit * 2 - 1)).unwrap(), 0);
+    assert_eq!(p.trim(&in_all(0..unit)[1..]).unwrap(), 0, "one plane of it is still needed");
+    assert_eq!(p.trim(&in_all(0..unit)).unwrap(), 1);
+    assert_eq!(p.trim(&in_all(unit * 3 - 1..unit * 8)).unwrap(), 3);
     wait_for_blocks(&broker, &p, 2);
     for (i, u) in order.iter().enumerate() {
         let kept = [1, 9].contains(u);
@@ -145,7 +150,7 @@ fn trimming_gives_back_whole_units_only_and_leaves_the_others_as_they_are() {
     }
     write(&p, 0, 3 * unit, 1);
     wait_for_blocks(&broker, &p, 3);
-    assert!(matches!(p.trim(0..usize::MAX), Err(Error::Invalid(_))));
+    assert!(matches!(p.trim(&[0..usize::MAX]), Err(Error::Invalid(_))));
 }
 
 #[test]

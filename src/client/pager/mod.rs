@@ -312,15 +312,15 @@ impl Pager {
     /// Grants all units that bytes `offsets` of the range lie in, without a fault: what is written by system calls, which
     /// get EFAULT in a unit without memory, needs it. All or none; a refusal changes nothing.
     pub fn ensure(&self, offsets: Range<usize>) -> Result<(), Error> {
-        let units = self.inner.units_in(&offsets, false)?;
+        let units = self.inner.units_in(&offsets)?;
         let mut table = self.inner.table()?;
         self.inner.grant(&mut table, &units).map(|_| ())
     }
 
-    /// Gives back the units that lie wholly in bytes `offsets` of one plane: they read as zero again, in all planes.
-    /// The caller sees to it that nobody writes there meanwhile. Returns how many units were given back.
-    pub fn trim(&self, offsets: Range<usize>) -> Result<usize, Error> {
-        let units = self.inner.units_in(&offsets, true)?;
+    /// Gives back the units that lie wholly in `parts`, byte ranges of the pager's range, in every plane: they read as
+    /// zero again. The caller sees to it that nobody writes there meanwhile. Returns how many units were given back.
+    pub fn trim(&self, parts: &[Range<usize>]) -> Result<usize, Error> {
+        let units = self.inner.units_within(parts)?;
         let mut table = self.inner.table()?;
         self.inner.give_back(&mut table, &units)
     }
@@ -406,29 +406,44 @@ impl Inner {
         }
     }
 
-    /// The units that a range of offsets touches, or the ones that it covers.
-    fn units_in(&self, offsets: &Range<usize>, whole: bool) -> Result<Vec<usize>, Error> {
-        let mut units = Vec::new();
+    fn check(&self, offsets: &Range<usize>) -> Result<(), Error> {
         if offsets.end > self.layout.bytes || offsets.start > offsets.end {
             let bytes = self.layout.bytes;
             return Err(Error::Invalid(format!("bytes {offsets:?} of a pager of {bytes}")));
         }
+        Ok(())
+    }
+
+    /// The units that a range of offsets touches.
+    fn units_in(&self, offsets: &Range<usize>) -> Result<Vec<usize>, Error> {
+        self.check(offsets)?;
+        let mut units = Vec::new();
         for p in &self.layout.planes {
             let (from, to) = (offsets.start.max(p.start), offsets.end.min(p.end()));
-            if from >= to {
-                continue;
+            if from < to {
+                units.extend((from - p.start) / p.unit..(to - p.start).div_ceil(p.unit));
             }
-            let (from, to) = (from - p.start, to - p.start);
-            let some = if whole {
-                from.div_ceil(p.unit)..(to / p.unit).max(from.div_ceil(p.unit))
-            } else {
-                from / p.unit..to.div_ceil(p.unit)
-            };
-            units.extend(some);
         }
         units.sort_unstable();
         units.dedup();
         Ok(units)
+    }
+
+    /// The units whose runs in all planes are covered.
+    fn units_within(&self, parts: &[Range<usize>]) -> Result<Vec<usize>, Error> {
+        parts.iter().try_for_each(|part| self.check(part))?;
+        let mut covered = vec![0; self.layout.units];
+        for p in &self.layout.planes {
+            for part in parts {
+                let (from, to) = (part.start.max(p.start), part.end.min(p.end()));
+                if from < to {
+                    let whole = (from - p.start).div_ceil(p.unit)..(to - p.start) / p.unit;
+                    whole.for_each(|unit| covered[unit] += 1);
+                }
+            }
+        }
+        let planes_of = |unit| self.layout.planes.iter().filter(|p| unit < p.count).count();
+        Ok((0..self.layout.units).filter(|&unit| covered[unit] == planes_of(unit)).collect())
     }
 
     fn state(&self, unit: usize) -> u32 {
