@@ -19,6 +19,11 @@ use crate::{buffer, extension, warn};
 
 /// Alignment of tensors in a buffer, in bytes: a cache line. Planes begin on pages anyway.
 pub const ALIGNMENT: usize = 64;
+/// What llama.cpp's own fitting (`--fit`, on by default) wants to leave free on every device, in bytes. It counts KV in
+/// host memory, which ours is, against the host and not against this device, so it finds nothing here that it could
+/// shrink; and where a device has less than this free, it then divides by zero (ggml 0.26 and 0.27: SIGFPE at the start,
+/// run). So as much is added to what the broker has.
+const FIT_MARGIN: u64 = 1 << 30;
 const GUID: [u8; 16] = *b"kvbroker-ggml-01";
 const C_NAME: &CStr = c"KVBROKER";
 const C_DEVICE: &CStr = c"KVBROKER0";
@@ -74,8 +79,14 @@ impl Plugin {
         if self.embedded { Ok(self.main()) } else { Client::connect() }
     }
 
-    /// Bytes that can be granted now, and all.
+    /// Bytes that can be granted now, and all, as ggml is told: see [`FIT_MARGIN`].
     fn memory(&self) -> (usize, usize) {
+        let (free, total) = self.pool();
+        ((free + FIT_MARGIN) as usize, (total + FIT_MARGIN) as usize)
+    }
+
+    /// Bytes that can be granted now, and all.
+    pub fn pool(&self) -> (u64, u64) {
         let client = self.main();
         let info = client.info();
         let total = info.extent_bytes * u64::from(info.extents);
@@ -85,7 +96,7 @@ impl Plugin {
             *self.main.lock().unwrap_or_else(|poisoned| poisoned.into_inner()) = again;
             free
         });
-        (free.unwrap_or(0) as usize, total as usize)
+        (free.unwrap_or(0), total)
     }
 }
 
@@ -255,7 +266,7 @@ unsafe extern "C" fn backend_free(backend: *mut Backend) {
     let backend = unsafe { Box::from_raw(backend) };
     if buffer::buffers_made() == backend.context as u64 {
         crate::info(
-            "a context has ended that had no KV cache in the pool: --no-kv-offload, n_gpu_layers 0, or a model without one",
+            "a context has ended that had no KV cache in the pool: --no-kv-offload, n_gpu_layers 0, a model without one, or a dry run (--fit)",
         );
     }
 }
