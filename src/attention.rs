@@ -11,6 +11,8 @@
 //! call, so not on the number of threads, nor on how a prompt is cut into calls. It holds bit for bit (for finite
 //! values) because every sum runs in an order that the token's absolute position fixes.
 
+#![allow(unsafe_code)]
+
 mod element;
 mod kernel;
 mod source;

@@ -134,6 +134,12 @@ impl SeqPacket {
         if result < 0 { Err(io::Error::last_os_error()) } else { Ok(bytes as usize) }
     }
 
+    /// Ends the conversation in both directions. What has been sent can still be read.
+    pub fn shut_down(&self) {
+        // An error means that the peer has gone already.
+        let _ = nix::sys::socket::shutdown(self.fd.as_raw_fd(), nix::sys::socket::Shutdown::Both);
+    }
+
     /// Refuses descriptors from the peer where the kernel can (`SO_PASSRIGHTS`, Linux 6.16). On older kernels they
     /// arrive and are closed.
     pub fn refuse_descriptors(&self) {

@@ -1,7 +1,9 @@
 //! What an engine's author sees, with a broker in the same process: no daemon, no socket.
 
 use kvbroker::broker::{Broker, Policy};
-use kvbroker::client::{Client, ClientOptions, Embedded, EmbeddedOptions, Error, OpenOptions, Session};
+use kvbroker::client::{
+    Client, ClientOptions, Embedded, EmbeddedOptions, Error, OpenOptions, PlaneView, Session,
+};
 use kvbroker::heap::Memfd;
 use kvbroker::profile::{Kv, Layout, Profile};
 use kvbroker::wire::Fault;
@@ -156,6 +158,7 @@ fn memory_of_one_tenant_comes_to_another_only_as_new_memory() {
     t.ensure(16).unwrap();
     fill(&mut t, 0..16, 2);
     let old = base.wrapping_add((page as usize) << 12);
+    // SAFETY: the arena stays mapped as long as the client lives.
     let seen: Vec<u8> = (0..ROW).map(|i| unsafe { old.add(i).read_volatile() }).collect();
     assert!(
         seen.iter().all(|&b| b == 0),
@@ -338,9 +341,8 @@ fn a_plane_view_shows_the_tokens_in_order_and_zeros_beyond() {
         s.write_row(token, 1, Kv::K, &[token as u8 + 1; 512]).unwrap();
         s.write_row(token, 1, Kv::V, &[token as u8 + 101; 256]).unwrap();
     }
-    let at = |view: kvbroker::client::PlaneView, token: usize| unsafe {
-        view.address.add(token * view.row).read_volatile()
-    };
+    // SAFETY: tokens below the capacity lie inside the view, which lives as long as the session.
+    let at = |view: PlaneView, token: usize| unsafe { view.address.add(token * view.row).read_volatile() };
     for token in 0..100 {
         assert_eq!((at(early, token), at(late, token)), (token as u8 + 1, token as u8 + 101));
     }

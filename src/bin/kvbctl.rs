@@ -3,6 +3,8 @@
 //! Owns the command line: what is asked, how the answer is printed, and the exit codes. Invariant: an answer goes to
 //! standard output and a complaint to standard error, and the exit code alone tells a script which it was.
 
+#[path = "kvbctl/live.rs"]
+mod live;
 #[path = "kvbctl/plan.rs"]
 mod plan;
 
@@ -31,6 +33,24 @@ enum Command {
     /// Account for a model's KV cache on a board: geometry, packing, paging against static reservation
     #[command(after_help = EXIT_CODES)]
     Plan(plan::Args),
+    /// The pool at a glance: memory, ledger, prefixes, refusals
+    #[command(after_help = EXIT_CODES)]
+    Status(live::Ask),
+    /// Every session: whose it is, its tokens and its blocks
+    #[command(after_help = EXIT_CODES)]
+    Sessions(live::Ask),
+    /// The pool drawn place by place, one letter a block
+    #[command(after_help = EXIT_CODES)]
+    Map {
+        #[command(flatten)]
+        ask: live::Ask,
+        /// Whether to use colours
+        #[arg(long, default_value = "auto")]
+        colour: live::Colour,
+    },
+    /// Have the broker count every byte anew
+    #[command(after_help = EXIT_CODES)]
+    Check(live::Ask),
 }
 
 /// Why a command ended without an answer.
@@ -38,6 +58,8 @@ enum Command {
 enum Failure {
     /// Exit code 1, with what to say.
     Refused(String),
+    /// Exit code 3, with what to say.
+    Unreachable(String),
     /// Standard output cannot be written.
     Output(io::Error),
 }
@@ -54,20 +76,25 @@ fn main() -> ExitCode {
     let mut out = io::stdout().lock();
     let result = match cli.command {
         Command::Plan(args) => args.run(&mut out),
+        Command::Status(ask) => ask.status(&mut out),
+        Command::Sessions(ask) => ask.sessions(&mut out),
+        Command::Map { ask, colour } => ask.map(colour, &mut out),
+        Command::Check(ask) => ask.check(&mut out),
     };
     match result.and_then(|()| Ok(out.flush()?)) {
         Ok(()) => ExitCode::SUCCESS,
         // The reader has seen enough, as in `kvbctl ... | head`.
         Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
-        Err(Failure::Output(error)) => complain(&format!("cannot write the answer: {error}")),
-        Err(Failure::Refused(why)) => complain(&why),
+        Err(Failure::Output(error)) => complain(&format!("cannot write the answer: {error}"), 1),
+        Err(Failure::Refused(why)) => complain(&why, 1),
+        Err(Failure::Unreachable(why)) => complain(&why, 3),
     }
 }
 
-fn complain(why: &str) -> ExitCode {
+fn complain(why: &str, code: u8) -> ExitCode {
     // If standard error is gone too, the exit code still says it.
     let _ = writeln!(io::stderr(), "kvbctl: {why}");
-    ExitCode::from(1)
+    ExitCode::from(code)
 }
 
 /// Prints `answer` as one JSON object.

@@ -36,6 +36,11 @@ struct Cli {
 fn main() -> ExitCode {
     let cli = Cli::parse();
     start_log();
+    // A broker that has lost its footing must not go on deciding about memory: systemd starts a new one.
+    std::panic::set_hook(Box::new(|panic| {
+        log::error!("{panic}");
+        std::process::abort();
+    }));
     let path = cli.config.clone().unwrap_or_else(|| DEFAULT_CONFIG.into());
     let config = match Config::read(&path, cli.config.is_some(), &cli.overrides) {
         Ok(config) => config,

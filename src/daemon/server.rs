@@ -1,10 +1,11 @@
 //! The loop: readiness in, requests to the broker, messages out.
 //!
-//! Owns all connections. Invariants: every connection gets its turn, a few messages at a time; nothing here blocks; a
+//! Owns all connections. Invariants: every connection gets its turn, one message at a time; nothing here blocks; a
 //! client is gone from the broker in the same turn in which its connection or its process has ended.
 
 use std::collections::BTreeMap;
 use std::io;
+use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
@@ -22,10 +23,13 @@ use crate::id::ClientId;
 use crate::seqpacket::SeqPacket;
 use crate::wire::MAX_MESSAGE;
 
-/// Messages of one client in one turn.
+/// Connections that are accepted in one turn.
 const PER_TURN: usize = 16;
 /// How long to leave alone what the kernel had no room for.
 const BREATHER: Duration = Duration::from_millis(20);
+
+/// How often the books are checked in a release build.
+const CHECK_AT_MOST_EVERY: Duration = Duration::from_secs(1);
 
 /// What an event is about. Packed into epoll's 64 bits: the kind in the lowest three.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -69,7 +73,9 @@ impl Token {
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Server {
-    broker: Broker,
+    // Never dropped: dropping a memfd extent would empty it under whoever holds it, and what clients hold at the end is
+    // theirs.
+    broker: ManuallyDrop<Broker>,
     worker: Worker,
     epoll: Epoll,
     clients: Listener,
@@ -87,6 +93,9 @@ pub(super) struct Server {
     /// Listeners that are left alone until then.
     paused_until: Option<Instant>,
     watchdog: Option<Duration>,
+    /// Something has changed since the books were checked, and when that was.
+    unchecked: bool,
+    last_check: Instant,
     buffer: Box<[u8]>,
 }
 
@@ -107,7 +116,7 @@ impl Server {
         epoll.add(&worker, read(Token::Worker))?;
         epoll.add(&signals, read(Token::Signal))?;
         Ok(Server {
-            broker,
+            broker: ManuallyDrop::new(broker),
             worker,
             epoll,
             clients,
@@ -121,6 +130,8 @@ impl Server {
             crowded: Vec::new(),
             paused_until: None,
             watchdog,
+            unchecked: false,
+            last_check: Instant::now(),
             buffer: vec![0; MAX_MESSAGE].into_boxed_slice(),
         })
     }
@@ -142,6 +153,7 @@ impl Server {
                     let _ = sd_notify::notify(&[sd_notify::NotifyState::Watchdog]);
                 }
             }
+            self.unchecked |= count > 0;
             for event in &events[..count] {
                 match Token::unpack(event.data()) {
                     Some(Token::Signal) if self.asked_to_stop() => return self.stop(),
@@ -150,6 +162,24 @@ impl Server {
                 }
             }
             self.settle();
+            self.check_when_idle(&mut events);
+        }
+    }
+
+    /// Checks every invariant of the broker, at most once a second, when nobody waits for anything.
+    fn check_when_idle(&mut self, events: &mut [EpollEvent]) {
+        if !self.unchecked || self.last_check.elapsed() < CHECK_AT_MOST_EVERY {
+            return;
+        }
+        // Level-triggered events that this look finds are found again by the wait; edges are only armed for
+        // connections that have something queued, and then the check waits.
+        if self.connections.values().any(Connection::has_queued) {
+            return;
+        }
+        if matches!(self.epoll.wait(events, EpollTimeout::ZERO), Ok(0)) {
+            self.broker.check();
+            self.unchecked = false;
+            self.last_check = Instant::now();
         }
     }
 
@@ -242,38 +272,41 @@ impl Server {
         Ok(())
     }
 
-    /// One client's turn: what waits is sent, then a few requests are read.
+    /// One client's turn: what waits is sent, else one request is read.
     fn turn(&mut self, id: ClientId, events: EpollFlags) {
-        if !self.flush(id) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if connection.has_queued() {
+            return self.flush(id);
+        }
+        if self.broker.is_waiting(id) {
+            // A hang-up is seen also by one who is not listened to.
+            if events.intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
+                self.end(id);
+            }
             return;
         }
-        for _ in 0..PER_TURN {
-            let Some(connection) = self.connections.get(&id) else { return };
-            if connection.has_queued() || self.broker.is_waiting(id) {
-                // A hang-up is seen also by one who is not listened to.
-                if events.contains(EpollFlags::EPOLLHUP) {
-                    self.end(id);
-                }
-                return;
+        match connection.socket.recv(&mut self.buffer) {
+            Ok(r) if r.bytes == 0 => self.end(id),
+            Ok(r) if !r.fds.is_empty() || r.fds_lost => {
+                log::warn!(
+                    "client {} (uid {}): sent descriptors, which no request carries",
+                    id.0,
+                    connection.uid
+                );
+                self.end(id);
             }
-            match connection.socket.recv(&mut self.buffer) {
-                Ok(r) if r.bytes == 0 => return self.end(id),
-                Ok(r) if !r.fds.is_empty() || r.fds_lost => {
-                    log::warn!(
-                        "client {} (uid {}): sent descriptors, which no request carries",
-                        id.0,
-                        connection.uid
-                    );
-                    return self.end(id);
-                }
-                Ok(r) => self.broker.request(id, &self.buffer[..r.bytes]),
-                Err(e) if e.kind() == io::ErrorKind::WouldBlock => return,
-                Err(e) => {
-                    log::debug!("client {}: {e}", id.0);
-                    return self.end(id);
+            Ok(r) => {
+                self.broker.request(id, &self.buffer[..r.bytes]);
+                self.carry();
+                if self.broker.is_waiting(id) {
+                    self.listen_for(id, EpollFlags::empty());
                 }
             }
-            self.carry();
+            Err(e) if e.kind() == io::ErrorKind::WouldBlock => {}
+            Err(e) => {
+                log::debug!("client {}: {e}", id.0);
+                self.end(id);
+            }
         }
     }
 
@@ -298,11 +331,10 @@ impl Server {
         }
     }
 
-    /// Sends what can be sent, and waits for the right thing then. `false` when the connection has ended.
-    fn flush(&mut self, id: ClientId) -> bool {
-        let Some(connection) = self.connections.get_mut(&id) else { return false };
-        let flushed = connection.flush();
-        let flags = match flushed {
+    /// Sends what can be sent, and waits for the right thing then.
+    fn flush(&mut self, id: ClientId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        let flags = match connection.flush() {
             Flushed::All if self.broker.is_waiting(id) => EpollFlags::empty(),
             Flushed::All => EpollFlags::EPOLLIN,
             // Edge-triggered: the socket is writable all along; what counts is the moment at which the client reads.
@@ -311,18 +343,24 @@ impl Server {
                 self.crowded.push(id);
                 EpollFlags::empty()
             }
-            Flushed::End => {
-                self.end(id);
-                return false;
-            }
+            Flushed::End => return self.end(id),
         };
+        self.listen_for(id, flags);
+    }
+
+    /// Has epoll tell about `flags` of a connection (hang-ups it tells about always), if it does not already. Arming an
+    /// edge that is armed would make epoll tell at once, again and again.
+    fn listen_for(&mut self, id: ClientId, flags: EpollFlags) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if connection.listening == flags {
+            return;
+        }
+        connection.listening = flags;
         let mut event = EpollEvent::new(flags, Token::Client(id).pack());
         if let Err(e) = self.epoll.modify(&*connection, &mut event) {
             log::warn!("client {}: {e}", id.0);
             self.end(id);
-            return false;
         }
-        true
     }
 
     fn end(&mut self, id: ClientId) {
@@ -333,6 +371,8 @@ impl Server {
         }
         self.broker.disconnect(id);
         if connection.socket.unread_by_peer().is_ok_and(|bytes| bytes > 0) {
+            // The peer may read to the end, and then sees that it is the end.
+            connection.socket.shut_down();
             self.tombstones.push((connection.uid, connection.socket));
         }
     }
@@ -387,10 +427,6 @@ impl Server {
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
         self.broker.say_goodbye();
         self.carry();
-        // The sockets go, the memory does not: dropping a memfd extent would empty it under its holder.
-        drop(self.clients);
-        drop(self.admin);
-        std::mem::forget(self.broker);
         Ok(())
     }
 }

@@ -6,7 +6,7 @@
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;
-use std::sync::mpsc::{Receiver, Sender, TryRecvError, channel};
+use std::sync::mpsc::{Receiver, Sender, channel};
 
 use nix::sys::eventfd::{EfdFlags, EventFd};
 
@@ -49,11 +49,7 @@ impl Worker {
     pub fn finished(&self) -> Vec<Done> {
         // An error only means that there was nothing to read.
         let _ = self.event.read();
-        let next = || match self.done.try_recv() {
-            Ok(done) => Some(done),
-            Err(TryRecvError::Empty | TryRecvError::Disconnected) => None,
-        };
-        std::iter::from_fn(next).collect()
+        std::iter::from_fn(|| self.done.try_recv().ok()).collect()
     }
 }
 

@@ -97,6 +97,7 @@ impl Heap for DmaHeap {
 }
 
 /// `DMA_BUF_IOCTL_SYNC` with END and WRITE: caches are written back to memory.
+#[allow(unsafe_code)]
 pub(super) fn end_cpu_write(fd: BorrowedFd<'_>) -> io::Result<()> {
     const SYNC_WRITE: u64 = 2;
     const SYNC_END: u64 = 4;

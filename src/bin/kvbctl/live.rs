@@ -1,0 +1,256 @@
+//! `kvbctl status`, `sessions`, `map` and `check`: what a running broker says of itself.
+//!
+//! Owns the one question and its answer. Invariant: every figure comes from the broker's answer; nothing is kept or
+//! computed beyond sums and shares of what stands there.
+
+use std::io::{self, IsTerminal, Read, Write};
+use std::os::unix::net::UnixStream;
+use std::path::PathBuf;
+use std::time::Duration;
+
+use clap::Args;
+use kvbroker::broker::{MapReport, SessionReport, StatusReport};
+use kvbroker::daemon::DEFAULT_ADMIN_SOCKET;
+use kvbroker::size::Size;
+use serde::de::DeserializeOwned;
+use serde_json::Value;
+
+use crate::{Failure, print_json};
+
+/// How to ask.
+#[derive(Debug, Args)]
+pub struct Ask {
+    /// The broker's admin socket
+    #[arg(long, value_name = "PATH", env = "KVBROKER_ADMIN_SOCKET", default_value = DEFAULT_ADMIN_SOCKET)]
+    socket: PathBuf,
+    /// Answer in JSON; sizes are bytes
+    #[arg(long)]
+    json: bool,
+}
+
+const PATIENCE: Duration = Duration::from_secs(5);
+
+impl Ask {
+    fn answer(&self, question: &str) -> Result<Value, Failure> {
+        let unreachable = |e: io::Error| {
+            let advice = match e.kind() {
+                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => "is kvbrokerd running?",
+                io::ErrorKind::PermissionDenied => {
+                    "the admin socket is for root, or for the broker's own user"
+                }
+                _ => "the broker does not answer",
+            };
+            Failure::Unreachable(format!("{}: {e}; {advice}", self.socket.display()))
+        };
+        let mut stream = UnixStream::connect(&self.socket).map_err(unreachable)?;
+        stream.set_read_timeout(Some(PATIENCE)).and_then(|()| stream.set_write_timeout(Some(PATIENCE)))?;
+        writeln!(stream, "{question}").map_err(unreachable)?;
+        let mut text = String::new();
+        stream.read_to_string(&mut text).map_err(unreachable)?;
+        let value: Value = serde_json::from_str(&text).map_err(|e| {
+            Failure::Refused(format!("the broker's answer is no JSON ({e}); is it of this version?"))
+        })?;
+        match value.get("error").and_then(Value::as_str) {
+            Some(error) => Err(Failure::Refused(error.into())),
+            None => Ok(value),
+        }
+    }
+
+    fn show<T: DeserializeOwned>(
+        &self,
+        question: &str,
+        out: &mut impl Write,
+        text: impl FnOnce(T, &mut dyn Write) -> io::Result<()>,
+    ) -> Result<(), Failure> {
+        let answer = self.answer(question)?;
+        if self.json {
+            return print_json(out, &answer);
+        }
+        let report = serde_json::from_value(answer)
+            .map_err(|e| Failure::Refused(format!("the broker's answer is of another version ({e})")))?;
+        Ok(text(report, out)?)
+    }
+
+    /// `kvbctl status`
+    pub fn status(&self, out: &mut impl Write) -> Result<(), Failure> {
+        self.show("status", out, print_status)
+    }
+
+    /// `kvbctl sessions`
+    pub fn sessions(&self, out: &mut impl Write) -> Result<(), Failure> {
+        self.show("sessions", out, print_sessions)
+    }
+
+    /// `kvbctl map`
+    pub fn map(&self, colour: Colour, out: &mut impl Write) -> Result<(), Failure> {
+        let coloured = match colour {
+            Colour::Always => true,
+            Colour::Never => false,
+            Colour::Auto => io::stdout().is_terminal() && std::env::var_os("NO_COLOR").is_none(),
+        };
+        self.show("map", out, |report, out| print_map(&report, coloured, out))
+    }
+
+    /// `kvbctl check`
+    pub fn check(&self, out: &mut impl Write) -> Result<(), Failure> {
+        let answer = self.answer("check")?;
+        if self.json {
+            print_json(out, &answer)?;
+        } else if answer["ok"] == true {
+            writeln!(out, "every byte of the pool is accounted for")?;
+        }
+        match answer["ok"] == true {
+            true => Ok(()),
+            false => Err(Failure::Refused(format!("the books do not add up: {}", answer["problem"]))),
+        }
+    }
+}
+
+/// Whether the map is coloured.
+#[derive(Debug, Clone, Copy, clap::ValueEnum)]
+pub enum Colour {
+    /// On a terminal, unless NO_COLOR is set
+    Auto,
+    /// Yes
+    Always,
+    /// No
+    Never,
+}
+
+fn mib(bytes: u64) -> String {
+    Size::from_bytes(bytes).to_string()
+}
+
+fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
+    let pool = &s.pool;
+    writeln!(out, "kvbrokerd {}", s.version)?;
+    let (each, all) = (mib(pool.extent_bytes), mib(pool.bytes));
+    writeln!(
+        out,
+        "pool      {all} in {} extents of {each}, {} ({}: {})",
+        pool.extents, pool.backend, pool.heap, pool.reason
+    )?;
+    if pool.extents < pool.extents_wanted {
+        let missing = pool.extents_wanted - pool.extents;
+        writeln!(
+            out,
+            "          WARNING: {missing} of {} extents are missing: the kernel had no more memory for them",
+            pool.extents_wanted
+        )?;
+    }
+    for f in &s.formats {
+        let waste = f.waste_bytes_per_extent as f64 / pool.extent_bytes as f64 * 100.0;
+        let blocks = u64::from(f.blocks_per_extent) * u64::from(pool.extents);
+        write!(
+            out,
+            "profile   {} {}: blocks of {} tokens, {}; {} per extent, {blocks} in all",
+            f.name,
+            f.element,
+            f.tokens_per_block,
+            mib(f.block_bytes),
+            f.blocks_per_extent
+        )?;
+        match waste {
+            w if w >= 10.0 => writeln!(out, "; WARNING: {w:.0} % of each extent is waste: see kvbctl plan")?,
+            w if w > 0.0 => writeln!(out, "; {w:.1} % waste")?,
+            _ => writeln!(out)?,
+        }
+    }
+    writeln!(out, "clients   {} with {} sessions", s.clients, s.sessions)?;
+    let hits = match s.prefix_queries {
+        0 => "no look-ups yet".into(),
+        n => format!("{} of {n} blocks looked up were found", s.prefix_hits),
+    };
+    writeln!(out, "prefixes  {} blocks, {} pinned; {hits}", s.prefix_blocks, s.prefix_pinned)?;
+    let c = &s.counters;
+    writeln!(out, "requests  {}, of which {} refused ({} stale)", c.requests, c.refusals, c.stale)?;
+    writeln!(
+        out,
+        "memory    {} blocks granted, {} zeroed between processes, {} extents renewed between tenants",
+        c.granted, c.scrubbed, c.renewed
+    )?;
+    writeln!(out, "ledger")?;
+    for (name, bytes) in s.ledger.iter().filter(|(_, bytes)| **bytes > 0) {
+        let share = *bytes as f64 / pool.bytes.max(1) as f64 * 100.0;
+        writeln!(out, "  {name:<12} {:>12} {share:>6.1} %", mib(*bytes))?;
+    }
+    if s.frozen {
+        writeln!(
+            out,
+            "FROZEN: the books do not add up; nothing more is granted until a restart (see the log)"
+        )?;
+    }
+    Ok(())
+}
+
+fn print_sessions(sessions: Vec<SessionReport>, out: &mut dyn Write) -> io::Result<()> {
+    let mut rows = vec![
+        [
+            "session", "uid", "pid", "program", "label", "model", "tokens", "private", "shared", "credit",
+            "memory",
+        ]
+        .map(String::from),
+    ];
+    for s in &sessions {
+        let bytes = u64::from(s.blocks_private + s.blocks_shared) * s.block_bytes;
+        rows.push([
+            s.session.to_string(),
+            s.uid.to_string(),
+            s.pid.to_string(),
+            s.program.clone(),
+            s.label.clone(),
+            s.model.clone(),
+            s.tokens.to_string(),
+            s.blocks_private.to_string(),
+            s.blocks_shared.to_string(),
+            s.blocks_credit.to_string(),
+            mib(bytes),
+        ]);
+    }
+    let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
+    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
+    for row in &rows {
+        let cells = row.iter().zip(&widths).enumerate().map(|(i, (cell, width))| match i {
+            3..=5 => format!("{cell:<width$}"),
+            _ => format!("{cell:>width$}"),
+        });
+        writeln!(out, "{}", cells.collect::<Vec<_>>().join("  ").trim_end())?;
+    }
+    Ok(())
+}
+
+fn print_map(map: &MapReport, coloured: bool, out: &mut dyn Write) -> io::Result<()> {
+    let legend = [
+        ('-', "free extent"),
+        ('~', "being renewed"),
+        ('.', "free block"),
+        ('c', "credit"),
+        ('p', "private"),
+        ('s', "shared"),
+        ('P', "pinned"),
+    ];
+    let colour = |letter: char| match letter {
+        'c' => "33",
+        'p' => "32",
+        's' => "36",
+        'P' => "35",
+        '~' => "31",
+        _ => "90",
+    };
+    let paint = |letter: char, text: String| match coloured {
+        true => format!("\x1b[{}m{text}\x1b[0m", colour(letter)),
+        false => text,
+    };
+    let said: Vec<_> = legend.iter().map(|(l, name)| paint(*l, format!("{l} {name}"))).collect();
+    writeln!(out, "{}", said.join("   "))?;
+    let width = map.extents.iter().map(|e| e.slots.len()).max().unwrap_or(1);
+    let per_line = (72 / (width + 1)).max(1);
+    for line in map.extents.chunks(per_line) {
+        let cells = line.iter().map(|e| {
+            let letters: String = e.slots.chars().map(|l| paint(l, l.to_string())).collect();
+            letters + &" ".repeat(width - e.slots.len())
+        });
+        writeln!(out, "{}", cells.collect::<Vec<_>>().join(" ").trim_end())?;
+    }
+    Ok(())
+}
