@@ -76,7 +76,8 @@ pub struct ClientOptions {
 
 impl Default for ClientOptions {
     fn default() -> Self {
-        let exe = std::env::current_exe().ok();
+        // Without /proc, as in a bare chroot, by the name under which it was started.
+        let exe = std::env::current_exe().ok().or_else(|| std::env::args_os().next().map(PathBuf::from));
         let name = exe.as_deref().and_then(Path::file_name).map(|n| n.to_string_lossy().into_owned());
         ClientOptions {
             label: name.unwrap_or_else(|| "unnamed".into()),

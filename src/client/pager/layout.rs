@@ -122,7 +122,9 @@ impl Layout {
             p.stream_bytes > 0 && p.stream_bytes < p.bytes && p.stream_bytes % r.unit != 0
         };
         let straddle = if planes.iter().zip(&self.planes).any(straddles) { slack } else { 0.0 };
-        (1.0 - used) + slack + kernel + straddle
+        // Between equals, the one in which people see the model's tokens.
+        let obscure = if self.whole_tokens.is_none() { 0.005 } else { 0.0 };
+        (1.0 - used) + slack + kernel + straddle + obscure
     }
 
     /// The geometry as the broker knows it. Where units hold no whole tokens, a "token" of it is a unit.
