@@ -297,6 +297,19 @@ def four_slots(b):
     return f"KV {mib(held)} for {mib(stock_kv)} ({held / stock_kv:.1%}); proportional set {mib(paged)} for {mib(rss[0])}"
 
 
+def mixed(b):
+    """eight slots with 16 to 2000 tokens each: at most 1.10 bytes held per byte of tokens written"""
+    lengths = [round(16 * 125 ** (i / 7)) for i in range(8)]
+    with b.broker():
+        with b.server(True, "-c", 8 * 2048, "-np", 8) as s:
+            for slot, length in enumerate(lengths):
+                s.complete([1000 + (i * 7 + slot) % 5000 for i in range(length)], 1, id_slot=slot)
+            held = b.held()
+    ratio = held / (sum(lengths) * 23040)
+    must(ratio <= 1.10, f"{mib(held)} for {sum(lengths)} tokens: {ratio:.3f}")
+    return f"{mib(held)} for {sum(lengths)} tokens: {ratio:.3f}; stock holds {mib(8 * 2048 * 23040)}"
+
+
 def shift(b):
     """a conversation that outgrows its slot and shifts goes on as without the plugin"""
 
@@ -462,7 +475,7 @@ def bench(b):
     return f"pp64, tg8 tokens/s: stock {speed[0]}, plugin {speed[1]} (reported, not judged)"
 
 
-CHECKS = [completion, nobody_there, embedded, one_slot, four_slots, shift, save_restore, broker_killed, shared_pool,
+CHECKS = [completion, nobody_there, embedded, one_slot, four_slots, mixed, shift, save_restore, broker_killed, shared_pool,
           empty_pool, flash_off, flash_auto, kinds, bypasses, logits, bench]
 
 
