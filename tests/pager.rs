@@ -150,7 +150,7 @@ fn trimming_gives_back_whole_units_only_and_leaves_the_others_as_they_are() {
     }
     write(&p, 0, 3 * unit, 1);
     wait_for_blocks(&broker, &p, 3);
-    assert!(matches!(p.trim(&[0..usize::MAX]), Err(Error::Invalid(_))));
+    assert!(matches!(p.trim(std::slice::from_ref(&(0..usize::MAX))), Err(Error::Invalid(_))));
 }
 
 #[test]

@@ -1,7 +1,7 @@
 //! `libggml-kvbroker.so`: any llama.cpp program's KV cache in memory of kvbroker, unchanged.
 //!
 //! ggml loads it as a backend (`GGML_BACKEND_PATH`, or from its backend directory). It registers one device that
-//! computes nothing and owns the buffers of KV caches ([`device`], [`buffer`]); every buffer is a pager of the client
+//! computes nothing and owns the buffers of KV caches (modules `device` and `buffer`); every buffer is a pager of the client
 //! library, so a unit of the cache takes memory when it is first written. Without a broker it registers no device, says
 //! so in one line, and the program runs as if it were not there; `KVBROKER_REQUIRE=1` makes it end instead.
 //!

@@ -240,7 +240,7 @@ def one_slot(b):
         text = PROMPTS[0]
         for turn in ["", " And then?", " Why?"]:
             text += turn
-            r = server.complete(text, 20)
+            r = server.complete(text, 20, ignore_eos=True)
             text += r["content"]
             seen.append((r["content"], r["timings"]["prompt_n"], r["tokens_cached"]))
             watch()
@@ -255,7 +255,7 @@ def one_slot(b):
             books = [after_load]
             paged = talk(s, lambda: books.append(b.held()))
             must(stock == paged, f"stock {stock}, with the plugin {paged}")
-            must(books == sorted(books) and books[-1] > books[0], f"the books say {books}")
+            must(books == sorted(books) and len(set(books)) >= 3, f"the books say {books}")
             sessions = b.ask("sessions")
             must(any("llama-server" in x["program"] and "30 layers" in x["model"] for x in sessions), f"{sessions}")
             block = sessions[0]["block_bytes"]
