@@ -82,20 +82,21 @@ class Bench:
             stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
         return done.returncode, done.stdout.decode(errors="replace"), done.stderr.decode(errors="replace")
 
-    def complete(self, plugin, *args, prompt=PROMPTS[0], tokens=24, fa="on", env=None, ok=True):
+    def complete(self, plugin, *args, prompt=PROMPTS[0], tokens=24, fa="on", env=None, ok=True, model=None):
         code, out, err = self.run(
-            plugin, "/usr/bin/llama-completion", "-m", self.o.model, "-t", self.threads, "-fa", fa, "--temp", 0,
+            plugin, "/usr/bin/llama-completion", "-m", model or self.o.model, "-t", self.threads, "-fa", fa, "--temp", 0,
             "-n", tokens, "-no-cnv", "-p", prompt, *args, env=env)
         if ok:
             must(code == 0, f"llama-completion ended with {code}: {err[-600:]}")
         return code, out, err
 
     @contextlib.contextmanager
-    def broker(self, pool="256M"):
+    def broker(self, pool="256M", limit=None):
         config = self.work / "kvbroker.toml"
         config.write_text(
             f'[pool]\nsize = "{pool}"\nlock = false\n[socket]\npath = "{self.work}/s.sock"\n'
-            f'mode = "0666"\nadmin-path = "{self.work}/a.sock"\n')
+            f'mode = "0666"\nadmin-path = "{self.work}/a.sock"\n'
+            + (f'[limits]\ntenant = "{limit}"\n' if limit else ""))
         p = subprocess.Popen([self.o.broker, "--config", config], env={"KVBROKER_LOG": "warn"})
         self.procs.append(p)
         wait(lambda: self.status() is not None, 20, "the broker does not answer")
@@ -395,6 +396,71 @@ def empty_pool(b):
         wait(lambda: b.held() == 0, 5, "blocks are still held")
 
 
+def tenant_limit(b):
+    """a tenant at its limit is treated like one in an empty pool, and told that it is its limit"""
+    with b.broker(limit="3M"):
+        spill = {"KVBROKER_SPILL": "64M", "KVBROKER_WAIT_MS": "0"}
+        _, _, err = b.complete(True, "-c", 2048, prompt=LONG, tokens=4, env=spill)
+        must("in private memory" in err and "over-limit" in err, err[-600:])
+
+
+def huge(b):
+    """a context of 131072 tokens costs what is written; where the address space is limited, the refusal is in words"""
+    with b.broker():
+        _, out, err = b.complete(True, "-c", 131072, tokens=4)
+        freed = re.search(r"freed: (\d+) of (\d+) units held", err)
+        must(out and freed and int(freed[1]) <= 2, err[-400:])
+        code, _, err = b.run(
+            True, "/usr/bin/prlimit", "--as=2500000000", "/usr/bin/llama-completion", "-m", b.o.model, "-t", b.threads,
+            "-fa", "on", "-n", 4, "-no-cnv", "-p", "x", "-c", 131072)
+        must(code == 1 and "kvbroker: no KV buffer" in err, f"ended with {code}: {err[-600:]}")
+        return f"{freed[1]} of {freed[2]} units"
+
+
+def killed_anytime(b):
+    """a server that is killed while it starts, loads, computes its first prompt, or decodes leaves nothing behind"""
+    with b.broker():
+        for delay in (0.1, 0.3, 0.6, 1.0, 1.5, 2.5):
+            with b.server(True, "-c", 2048, "-np", 2, ready=False) as s:
+                time.sleep(delay)
+                s.process.kill()
+            wait(lambda: b.held() == 0, 5, lambda: f"{mib(b.held())} held after a kill at {delay} s")
+        for delay in (0.05, 1.0):
+            with b.server(True, "-c", 2048, "-np", 2) as s, concurrent.futures.ThreadPoolExecutor(1) as pool:
+                answer = pool.submit(s.complete, LONG, 200, ignore_eos=True)
+                time.sleep(delay)
+                s.process.kill()
+                answer.exception()
+            wait(lambda: b.held() == 0, 5, lambda: f"{mib(b.held())} held after a kill in a request")
+        must(b.ask("check")["ok"], "the books do not add up")
+
+
+def twice(b):
+    """the plugin loaded twice, by one path or as a copy, does no harm"""
+    shutil.copy(b.o.plugin, b.work / "copy.so")
+    args = [f"{b.inside}/logits", b.o.model, "f16", 1, 4, b.threads]
+    with b.broker():
+        _, stock, _ = b.run(False, *args)
+        for path in ("libggml-kvbroker.so", "copy.so"):
+            code, out, err = b.run(True, *args, env={"LOGITS_LOAD": f"{b.inside}/{path}"})
+            must(code == 0 and out == stock and out, f"{path}: {code} {err[-400:]}")
+        must(b.held() == 0, "blocks are still held")
+
+
+def window(b):
+    """Gemma 3, whose layers have two kinds of cache: two buffers, same text beyond the sliding window"""
+    if not (b.root / b.o.gemma.lstrip("/")).exists():
+        raise Skipped("the model is not in the cache")
+    args = {"prompt": LONG * 4, "tokens": 12, "model": b.o.gemma}
+    _, stock, _ = b.complete(False, "-c", 2048, **args)
+    with b.broker():
+        _, paged, err = b.complete(True, "-c", 2048, **args)
+    must(stock == paged, f"{stock[-200:]!r} and {paged[-200:]!r}")
+    freed = re.findall(r"freed: (\d+) of (\d+) units held", err)
+    must(len(freed) == 2 and all(int(held) > 0 for held, _ in freed), f"{freed} {err[-400:]}")
+    return ", ".join(f"{held} of {units} units" for held, units in freed)
+
+
 def flash_off(b):
     """flash attention off: same text, a loud warning with the price"""
     _, stock, _ = b.complete(False, "-c", 512, fa="off", tokens=12)
@@ -476,7 +542,7 @@ def bench(b):
 
 
 CHECKS = [completion, nobody_there, embedded, one_slot, four_slots, mixed, shift, save_restore, broker_killed, shared_pool,
-          empty_pool, flash_off, flash_auto, kinds, bypasses, logits, bench]
+          empty_pool, tenant_limit, huge, killed_anytime, twice, window, flash_off, flash_auto, kinds, bypasses, logits, bench]
 
 
 def versions(options):
@@ -490,7 +556,7 @@ def versions(options):
 
 def main():
     parser = argparse.ArgumentParser()
-    for name in ["root", "library", "model", "broker", "plugin", "logits", "known"]:
+    for name in ["root", "library", "model", "gemma", "broker", "plugin", "logits", "known"]:
         parser.add_argument("--" + name)
     parser.add_argument("--list", action="store_true")
     parser.add_argument("words", nargs="*")
