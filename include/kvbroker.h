@@ -46,8 +46,7 @@
  *   parent's descriptors open until it exits, and with them the memory that they stand for.
  *
  * PANICS
- *   A defect inside the library gives KVB_ERR_INTERNAL where the library was built with unwinding (cargo's profile
- *   `clib`); a library built with cargo's profile `release` aborts the process instead, with a message.
+ *   A defect inside the library gives KVB_ERR_INTERNAL, not the end of the program.
  */
 #ifndef KVBROKER_H
 #define KVBROKER_H

@@ -191,6 +191,20 @@ pub(super) unsafe fn map_zero(at: Option<*mut u8>, bytes: usize, replace: bool) 
     Ok(got)
 }
 
+/// Private memory, zero until written, in place of what is at `at`: what a pager falls back to.
+///
+/// # Safety
+/// The caller owns `at..at + bytes` and nothing refers to what was mapped there.
+pub(super) unsafe fn map_private(at: *mut u8, bytes: usize) -> io::Result<()> {
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED;
+    // SAFETY: passed on to the caller.
+    let got = unsafe { libc::mmap(at.cast(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0) };
+    let got = pointer(got)?;
+    // SAFETY: the range was just mapped. A child has no use for it.
+    unsafe { libc::madvise(got.as_ptr().cast(), bytes, libc::MADV_DONTFORK) };
+    Ok(())
+}
+
 /// Ends a range of [`map_zero`] and whatever was mapped over it.
 ///
 /// # Safety

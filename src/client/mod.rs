@@ -31,6 +31,7 @@ mod arena;
 mod credit;
 mod error;
 mod link;
+mod pager;
 mod session;
 mod view;
 
@@ -45,6 +46,7 @@ use sha2::{Digest, Sha256};
 
 pub use error::Error;
 pub use link::Embedded;
+pub use pager::{Notice, Notify, Pager, PagerOptions, PagerPlane, PagerStats};
 pub use session::{Session, SessionStats};
 pub use view::PlaneView;
 
@@ -74,7 +76,8 @@ pub struct ClientOptions {
 
 impl Default for ClientOptions {
     fn default() -> Self {
-        let exe = std::env::current_exe().ok();
+        // Without /proc, as in a bare chroot, by the name under which it was started.
+        let exe = std::env::current_exe().ok().or_else(|| std::env::args_os().next().map(PathBuf::from));
         let name = exe.as_deref().and_then(Path::file_name).map(|n| n.to_string_lossy().into_owned());
         ClientOptions {
             label: name.unwrap_or_else(|| "unnamed".into()),

@@ -43,6 +43,7 @@ pub(super) struct View {
     blocks: usize,
     tokens_per_block: usize,
     made_by: u32,
+    _promise: Promise,
 }
 
 // SAFETY: the range belongs to the view alone; it is only mapped and unmapped by the session that owns the view.
@@ -74,15 +75,20 @@ impl View {
         }
         let bytes = blocks.checked_mul(block_bytes).filter(|&b| b > 0);
         let bytes = bytes.ok_or_else(|| Error::Invalid(format!("a view of {blocks} blocks")))?;
-        promise(blocks + 1)?;
-        let what = || format!("a view of {bytes} bytes");
+        let promise = Promise::new(blocks + 1)?;
+        let map = |source| Error::Map { what: format!("a view of {bytes} bytes"), source };
         // SAFETY: the range is new; at a given address it only succeeds where nothing is mapped.
-        let base = unsafe { arena::map_zero(address, bytes, false) }.map_err(|source| {
-            PROMISED.fetch_sub(blocks + 1, Ordering::Relaxed);
-            Error::Map { what: what(), source }
-        })?;
+        let base = unsafe { arena::map_zero(address, bytes, false) }.map_err(map)?;
         let made_by = std::process::id();
-        Ok(View { base: base.as_ptr(), plane, block_bytes, blocks, tokens_per_block, made_by })
+        Ok(View {
+            base: base.as_ptr(),
+            plane,
+            block_bytes,
+            blocks,
+            tokens_per_block,
+            made_by,
+            _promise: promise,
+        })
     }
 
     /// What the engine is told.
@@ -137,19 +143,39 @@ impl Drop for View {
         }
         // SAFETY: the range is this view's; the session hands out its address for its own life only.
         unsafe { arena::unmap(self.base, self.blocks * self.block_bytes) };
-        PROMISED.fetch_sub(self.blocks + 1, Ordering::Relaxed);
     }
 }
 
-/// Counts mappings in, if the kernel will allow them.
-fn promise(needed: usize) -> Result<(), Error> {
-    let limit = max_map_count().saturating_sub(HEADROOM);
-    let used = PROMISED.fetch_add(needed, Ordering::Relaxed);
-    if used + needed > limit {
-        PROMISED.fetch_sub(needed, Ordering::Relaxed);
-        return Err(Error::TooManyMappings { needed, used, limit });
+/// Mappings that are counted in until this is dropped.
+#[derive(Debug)]
+pub(super) struct Promise(usize);
+
+impl Promise {
+    /// Counts mappings in, if the kernel will allow them.
+    pub fn new(needed: usize) -> Result<Self, Error> {
+        let limit = mappings_limit();
+        let used = PROMISED.fetch_add(needed, Ordering::Relaxed);
+        let promise = Promise(needed);
+        if used + needed > limit {
+            return Err(Error::TooManyMappings { needed, used, limit });
+        }
+        Ok(promise)
     }
-    Ok(())
+}
+
+impl Drop for Promise {
+    fn drop(&mut self) {
+        PROMISED.fetch_sub(self.0, Ordering::Relaxed);
+    }
+}
+
+/// Mappings that can still be promised.
+pub(super) fn mappings_left() -> usize {
+    mappings_limit().saturating_sub(PROMISED.load(Ordering::Relaxed))
+}
+
+fn mappings_limit() -> usize {
+    max_map_count().saturating_sub(HEADROOM)
 }
 
 fn max_map_count() -> usize {
