@@ -13,8 +13,6 @@ use kvbroker::wire::{self, GrantedBlock, Reader, Verb, Writer};
 use kvbroker_bench::{at_most, reported};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket, socketpair};
 
-const ROUNDS: usize = 4000;
-
 fn main() -> io::Result<()> {
     let mut arguments = std::env::args().skip(1);
     if arguments.next().as_deref() == Some("--echo") {
@@ -132,7 +130,8 @@ fn grants(directory: &Path, extent: &str, blocks: u32) -> io::Result<()> {
     let request = request.finish();
 
     let (mut granted, mut bounced) = (Vec::new(), Vec::new());
-    for round in 0..ROUNDS / if strict { 8 } else { 1 } {
+    let (rounds, warm_up) = if strict { (120, 10) } else { (4000, 50) };
+    for round in 0..rounds + warm_up {
         let (took, fds) = broker.call(Verb::Grow, 1, |w| _ = w.put(&grow))?;
         // What came is given back, untimed. In strict mode the extents too, so that each grant brings descriptors.
         let (header, body) = wire::split(&broker.buffer).map_err(|_| ()).unwrap_or_else(|()| {
@@ -156,10 +155,12 @@ fn grants(directory: &Path, extent: &str, blocks: u32) -> io::Result<()> {
                 let back = wire::ReturnExtent { extent: e.extent, reserved: 0.into() };
                 broker.call(Verb::ReturnExtent, 0, |w| _ = w.put(&back))?;
             }
+            // The worker renews what has come back; a grant must not wait for that here.
+            std::thread::sleep(Duration::from_millis(60));
         }
         // The sides take turns in who comes first; the first rounds warm up.
         let (bare_took, _, _) = bare.round(&request)?;
-        if round >= 50 && (strict || came == 0) {
+        if round >= warm_up && (strict || came == 0) {
             granted.push(took);
             bounced.push(bare_took);
         }
