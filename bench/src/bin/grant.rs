@@ -130,8 +130,16 @@ fn grants(directory: &Path, extent: &str, blocks: u32) -> io::Result<()> {
     let request = request.finish();
 
     let (mut granted, mut bounced) = (Vec::new(), Vec::new());
-    let (rounds, warm_up) = if strict { (120, 10) } else { (4000, 50) };
+    let (rounds, warm_up) = if strict { (100, 5) } else { (4000, 50) };
     for round in 0..rounds + warm_up {
+        if strict {
+            // Both sides have slept: awake again before anything is timed.
+            let query = wire::Query { format: 1.into(), reserved: 0.into() };
+            for _ in 0..5 {
+                bare.round(&request)?;
+                broker.call(Verb::Query, 0, |w| _ = w.put(&query))?;
+            }
+        }
         let (took, fds) = broker.call(Verb::Grow, 1, |w| _ = w.put(&grow))?;
         // What came is given back, untimed. In strict mode the extents too, so that each grant brings descriptors.
         let (header, body) = wire::split(&broker.buffer).map_err(|_| ()).unwrap_or_else(|()| {
@@ -156,7 +164,7 @@ fn grants(directory: &Path, extent: &str, blocks: u32) -> io::Result<()> {
                 broker.call(Verb::ReturnExtent, 0, |w| _ = w.put(&back))?;
             }
             // The worker renews what has come back; a grant must not wait for that here.
-            std::thread::sleep(Duration::from_millis(60));
+            std::thread::sleep(Duration::from_millis(200));
         }
         // The sides take turns in who comes first; the first rounds warm up.
         let (bare_took, _, _) = bare.round(&request)?;
