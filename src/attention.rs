@@ -8,16 +8,18 @@
 //!
 //! Invariant: **an output row depends on the values of its query and of the rows it sees, and on nothing else.** Not
 //! on where the rows lie (paged, contiguous, either layout, any block size), not on which queries or heads share the
-//! call, so not on the number of threads, nor on how a prompt is cut into calls. It holds bit for bit (for finite
-//! values) because every sum runs in an order that the token's absolute position fixes.
+//! call, so not on the number of threads, nor on how a prompt is cut into calls. It holds bit for bit
+//! because every sum runs in an order that the token's absolute position fixes.
 
 #![allow(unsafe_code)]
 
 mod element;
 mod kernel;
+mod prefetch;
 mod source;
 #[cfg(test)]
 mod tests;
+mod vectors;
 
 use std::ops::Range;
 
@@ -63,7 +65,7 @@ impl Shape {
     }
 }
 
-/// Working memory of [`attention`], reused from call to call: it grows to what the largest call needs (about 90 KiB
+/// Working memory of [`attention`], reused from call to call: it grows to what the largest call needs (about 100 KiB
 /// with heads of 128 dimensions), after which a call allocates nothing. One per thread.
 #[derive(Debug, Default)]
 pub struct Scratch(kernel::Scratch);

@@ -9,6 +9,7 @@
 
 pub mod attention;
 pub mod broker;
+pub mod capi;
 pub mod client;
 #[cfg(feature = "daemon")]
 pub mod daemon;

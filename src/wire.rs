@@ -143,8 +143,8 @@ wire! {
     }
 
     /// Starts the body of every verb about a session: the state of its block table as the client has it. The entries
-    /// `first..first+used` of the table become the `used` blocks that follow at the end of the message, later entries
-    /// are dropped. An entry is the block that is there already, or one from the client's credit.
+    /// `first..first+used` of the table become the `used` blocks that follow at the end of the message; later entries
+    /// stay (`trim` drops them). An entry is the block that is there already, or one from the client's credit.
     struct Report {
         /// Tokens written so far.
         tokens: U64,
@@ -180,7 +180,7 @@ wire! {
         tokens: U64,
         /// Whole blocks dropped at the head (sliding window), counted from the start of the sequence.
         head: U32,
-        /// 0: blocks that nobody else holds become credit. 1: they are freed.
+        /// 0: blocks that nobody else holds become credit, as many as the reply can name. 1: they are freed.
         release: U32,
     }
 

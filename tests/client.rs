@@ -439,3 +439,107 @@ fn an_embedded_pool_needs_nothing_installed() {
     assert_eq!(p.room().unwrap().capacity, 32);
     assert!(c.event_fd().is_none() && !c.is_lost());
 }
+
+#[test]
+fn a_copy_at_the_start_of_a_long_table_takes_nothing_from_the_rest() {
+    let broker = broker(340);
+    let c = client(&broker, 1000);
+    let mut s = open(&c);
+    let blocks = 1100;
+    s.ensure(blocks * 16).unwrap();
+    for block in 0..blocks {
+        fill(&mut s, block * 16..block * 16 + 1, 1);
+    }
+    let mut twin = s.fork().unwrap();
+    s.writable(0..1).unwrap();
+    fill(&mut s, 0..1, 2);
+    // More than one message can report has to be said before this is answered.
+    s.ensure((blocks + 20) * 16).unwrap();
+    assert_eq!(account(&broker, "shared"), (blocks as u64 - 1) * (32 << 10));
+    for block in 1..blocks {
+        holds(&s, block * 16..block * 16 + 1, 1);
+        holds(&twin, block * 16..block * 16 + 1, 1);
+    }
+    holds(&s, 0..1, 2);
+    holds(&twin, 0..1, 1);
+    twin.trim(16).unwrap();
+    drop(s);
+    drop(twin);
+    assert_eq!(account(&broker, "private") + account(&broker, "shared") + account(&broker, "credit"), 0);
+}
+
+#[test]
+fn what_is_sealed_again_after_a_change_at_its_start_is_found_under_its_first_name_only() {
+    let broker = broker(8);
+    let c = client(&broker, 1000);
+    let ids: Vec<u32> = (0..48).collect();
+    let mut s = open(&c);
+    s.ensure(48).unwrap();
+    fill(&mut s, 0..48, 1);
+    s.seal(&ids).unwrap();
+    s.writable(0..16).unwrap();
+    fill(&mut s, 0..16, 2);
+    let mut changed = ids.clone();
+    changed[0] = 99;
+    // Blocks 1 and 2 were not computed after the new block 0: they stay what they were.
+    assert_eq!(s.seal(&changed).unwrap(), 48);
+    assert_eq!(open(&c).attach(&changed).unwrap(), 16);
+    drop(s);
+    assert_eq!(open(&c).attach(&changed).unwrap(), 0);
+    assert_eq!(account(&broker, "shared"), 0);
+}
+
+#[test]
+fn a_length_beyond_the_pool_is_refused_at_once_and_takes_nothing_from_anybody() {
+    // 300 blocks: more than one request can ask for.
+    let broker = broker(75);
+    let c = client(&broker, 1000);
+    let mut s = open(&c);
+    let refused = s.ensure(301 * 16).unwrap_err();
+    assert!(
+        matches!(refused, Error::Refused { fault: Fault::NeverFits, needed: 301, available: 300, .. }),
+        "{refused}"
+    );
+    let refused = s.ensure(usize::MAX).unwrap_err();
+    assert_eq!(refused.fault(), Some(Fault::NeverFits), "{refused}");
+    let mut other = open(&c);
+    other.ensure(16).unwrap();
+    let refused = s.ensure(300 * 16).unwrap_err();
+    assert!(
+        matches!(refused, Error::Refused { fault: Fault::Busy, needed: 300, available: 299, .. }),
+        "{refused}"
+    );
+    // The other session's block, and nothing ahead of need.
+    assert_eq!((s.tokens(), c.profile(&profile()).unwrap().room().unwrap().held), (0, 1));
+    s.ensure(299 * 16).unwrap();
+    assert_eq!(s.table().len(), 299);
+}
+
+#[test]
+fn a_forked_child_that_drops_what_it_inherits_unmaps_nothing_of_its_own() {
+    let broker = broker(4);
+    let c = client(&broker, 1000);
+    let mut s = open(&c);
+    s.ensure(16).unwrap();
+    let view = s.plane(0, Kv::K, 64, None).unwrap();
+    let (at, bytes) = (view.address, view.bytes);
+    // SAFETY: the child maps, looks and leaves; it touches nothing that another thread of the parent may hold.
+    let child = unsafe { libc::fork() };
+    if child == 0 {
+        // SAFETY: the view is not mapped in the child, so the place is free for something of its own.
+        let ok = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_FIXED_NOREPLACE;
+            let own = libc::mmap(at.cast(), bytes, libc::PROT_READ | libc::PROT_WRITE, flags, -1, 0);
+            drop(s);
+            // Fails with ENOMEM where nothing is mapped.
+            own == at.cast() && libc::msync(own, bytes, libc::MS_ASYNC) == 0
+        };
+        // SAFETY: ends the child without running what belongs to the parent.
+        unsafe { libc::_exit(if ok { 0 } else { 1 }) };
+    }
+    let mut status = -1;
+    // SAFETY: waits for the test's own child.
+    assert_eq!(unsafe { libc::waitpid(child, &mut status, 0) }, child);
+    assert_eq!(status, 0);
+    s.write_row(0, 0, Kv::K, &[1; ROW]).unwrap();
+}

@@ -17,7 +17,7 @@ import threading
 import time
 
 CONTEXT = 2048
-TOKENS_PER_BLOCK = 16
+TOKENS_PER_BLOCK = 32
 SYSTEM = "@examples/infer/prompts/system.txt"
 QUESTIONS = [
     # label, question, longest answer; the last one is killed half-way
@@ -78,8 +78,7 @@ class Demo:
 
     def start_engine(self, label, question, longest, events, share=False):
         command = [self.engine, "--model", self.model, "--system", SYSTEM, "--prompt", question, "--label", label,
-                   "--max-tokens", str(longest), "--context", str(CONTEXT), "--threads", "1",
-                   "--tokens-per-block", str(TOKENS_PER_BLOCK), "--json-events"]
+                   "--max-tokens", str(longest), "--context", str(CONTEXT), "--threads", "1", "--json-events"]
         if share:
             command += ["--pin"]
         environment = dict(os.environ, KVBROKER_SOCKET=self.socket)

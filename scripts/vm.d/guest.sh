@@ -9,9 +9,12 @@ machine_x86_64=(qemu-system-x86_64 -M q35 -cpu max -device intel-iommu
 # shellcheck disable=SC2054
 machine_aarch64=(qemu-system-aarch64 -M virt,gic-version=3,iommu=smmuv3 -cpu cortex-a76
     -device edu,dma_mask=0xffffffffffffffff)
+# More directories for the machine's QEMU, as words for in_root.
+extra_binds=()
 machine_common=(-accel tcg -smp 2 -m 1G -nodefaults -display none -serial stdio -no-reboot)
 # A panic reboots, and a reboot ends QEMU.
-cmdline_x86_64='console=ttyS0 panic=-1 cma=256M'
+# On a busy host the emulated timer fails the kernel's test of it (seen), which is then a panic.
+cmdline_x86_64='console=ttyS0 panic=-1 no_timer_check cma=256M systemd.log_color=no systemd.show_status=no'
 cmdline_aarch64='console=ttyAMA0 panic=-1'
 
 # compile_overlays: $work/NAME.dtbo from each dts/NAME.dtso.
@@ -35,28 +38,36 @@ pack_tree() {
 # pack_initramfs PROGRAM...: $work/initramfs.cpio. Not compressed: unpacking under emulation costs more than loading.
 pack_initramfs() {
     local tree=$work/initramfs
-    rm -rf -- "$tree"
     mkdir -p "$tree"/{bin,etc,dev}
     install -m 755 "$busybox" "$tree/bin/busybox"
     install -m 755 "$vm_d/init" "$tree/init"
     install -m 644 "$vm_d/passwd" "$vm_d/group" "$tree/etc/"
     install -m 755 -t "$tree/bin" "$@"
-    : >"$tree/etc/arguments"
-    ((${#arguments[@]} == 0)) || printf '%s\n' "${arguments[@]}" >"$tree/etc/arguments"
-    in_root -b "$work:/out" bash -euo pipefail -c 'cd /out/initramfs; find . | cpio --quiet -o -H newc -R 0:0 >/out/initramfs.cpio'
-    rm -rf -- "$tree"
+    write_arguments "$tree/etc/arguments"
+    pack_tree_as_initramfs "$tree"
 }
 
-# boot ARCH: runs the machine and sets $verdict to console.sh's exit status.
+# One word a line.
+write_arguments() {
+    : >"$1"
+    ((${#arguments[@]} == 0)) || printf '%s\n' "${arguments[@]}" >"$1"
+}
+
+pack_tree_as_initramfs() {
+    in_root -r "$1:/src" -b "$work:/out" \
+        bash -euo pipefail -c 'cd /src; find . | cpio --quiet -o -H newc -R 0:0 >/out/initramfs.cpio'
+}
+
+# boot ARCH [QEMU_ARGUMENT...]: runs the machine and sets $verdict to console.sh's exit status.
 boot() {
     local arch=$1
     local -n machine=machine_$arch cmdline=cmdline_$arch
-    local tree=()
-    [[ $arch != aarch64 ]] || tree=(-dtb /out/merged.dtb)
+    shift
+    [[ $arch != aarch64 ]] || set -- "$@" -dtb /out/merged.dtb
     verdict=0
-    in_root -b "$work:/out" -r "$vm_d:/src" -r "$(dirname "$kernel"):/tmp/kernel" \
+    in_root -b "$work:/out" -r "$vm_d:/src" -r "$(dirname "$kernel"):/tmp/kernel" "${extra_binds[@]}" \
         bash /src/console.sh "$idle_limit" "$total_limit" /out/console.log \
-        "${machine[@]}" "${machine_common[@]}" "${tree[@]}" \
+        "${machine[@]}" "${machine_common[@]}" "$@" \
         -kernel "/tmp/kernel/${kernel##*/}" -initrd /out/initramfs.cpio -append "$cmdline" || verdict=$?
 }
 

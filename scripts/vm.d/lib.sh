@@ -63,12 +63,17 @@ cached() {
     exec 9>&-
 }
 
-# Installs the host packages that are missing. Everything else lives in roots of our own, so that the host's
-# suite, sources and package conflicts do not matter.
+# host_packages [--upgrade] PACKAGE...: installs the packages that are missing on the host, or all of them. Everything
+# else lives in roots of our own, so that the host's suite, sources and package conflicts do not matter.
 host_packages() {
-    local missing=() package
+    local missing=() package upgrade=false
+    [[ $1 != --upgrade ]] || {
+        upgrade=true
+        shift
+    }
     for package in "$@"; do
-        dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' || missing+=("$package")
+        ! $upgrade && dpkg-query -W -f '${Status}' "$package" 2>/dev/null | grep -q 'ok installed' ||
+            missing+=("$package")
     done
     ((${#missing[@]})) || return 0
     say "installing Debian packages on this host: ${missing[*]}"

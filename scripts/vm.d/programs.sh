@@ -55,7 +55,7 @@ debian_cargo() {
     vendor=$entry
     root_of rust
     in_root -r "$checkout:/src" -b "$checkout/target/vm:/out" -r "$vendor:/vendor" \
-        nice -n "$nice_level" cargo --config /vendor/config.toml "$command" --locked --offline \
+        nice -n "$nice_level" cargo "$command" --config /vendor/config.toml --locked --offline \
         --manifest-path /src/Cargo.toml --target-dir /out/debian "$@"
 }
 

@@ -6,6 +6,8 @@
 # process namespace, see no writable place but what they are given, and leave nothing behind on the host.
 
 suite=trixie
+# Raise it when make_root changes what it makes.
+root_recipe=1
 bench_packages=(linux-source-6.12 gcc gcc-aarch64-linux-gnu make flex bison bc libelf-dev cpio xz-utils gzip
     qemu-system-x86 qemu-system-arm device-tree-compiler busybox-static systemd udev e2fsprogs)
 rust_packages=(rustc cargo gcc gcc-aarch64-linux-gnu libc6-dev libc6-dev:arm64 libstd-rust-dev:arm64)
@@ -23,7 +25,9 @@ debian_sources() {
 
 # shellcheck disable=SC2016
 make_root() {
-    host_packages mmdebstrap debian-archive-keyring
+    # An early Debian 12 knows no keys of Debian 13 yet.
+    [[ -e /usr/share/keyrings/debian-archive-$suite-stable.gpg ]] || host_packages --upgrade debian-archive-keyring
+    host_packages mmdebstrap
     local include
     include=$(IFS=,; echo "$*")
     # Frozen mirrors have expired Release files; documentation and translations are half of the files.
@@ -41,13 +45,14 @@ make_root() {
 root_of() {
     local name=$1 entry
     local -n packages=${name}_packages
-    cached "root-$name-$(echo "$suite ${packages[*]}" | cat - <(declare -f make_root) | hash_of)" \
+    cached "root-$name-$(echo "$root_recipe $suite ${packages[*]}" | hash_of)" \
         "building the Debian $suite root '$name', about 1 minute: ${packages[*]}" \
         make_root "${packages[@]}"
     root=$entry
 }
 
 # in_root [-b HOST_DIR:INSIDE]... [-r HOST_DIR:INSIDE]... COMMAND...: runs in $root as the calling user.
+# With $inside_user (uid:gid) set, as that user.
 # -b binds a directory read-write, -r read-only. INSIDE is /src, /out, /vendor or a directory in /tmp.
 in_root() {
     local binds=() option
@@ -65,8 +70,7 @@ in_root() {
         mount -o remount,bind,ro "$root"
         mount -t proc proc "$root/proc"
         mount --rbind /dev "$root/dev"
-        mount -t tmpfs -o mode=1777 tmpfs "$root/tmp"
-        mount -t tmpfs -o mode=1777 tmpfs "$root/run"
+        for place in tmp var/tmp run; do mount -t tmpfs -o mode=1777 tmpfs "$root/$place"; done
         for ((; words > 0; words -= 3)); do
             mkdir -p "$root$3"
             mount --bind "$2" "$root$3"
@@ -75,5 +79,5 @@ in_root() {
         done
         exec chroot --userspec="$user" "$root" /usr/bin/env -i \
             PATH=/usr/sbin:/usr/bin:/sbin:/bin HOME=/tmp LC_ALL=C.UTF-8 "$@"
-    ' "$root" "$(id -u):$(id -g)" "${#binds[@]}" "${binds[@]}" "$@"
+    ' "$root" "${inside_user:-$(id -u):$(id -g)}" "${#binds[@]}" "${binds[@]}" "$@"
 }

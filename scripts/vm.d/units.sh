@@ -6,7 +6,8 @@ exposure_limit=10
 
 # shellcheck disable=SC2016
 check_units() {
-    in_root -r "$checkout:/src" bash -euo pipefail -c '
+    # As root: sysusers and tmpfiles set owners.
+    inside_user=0:0 in_root -r "$checkout:/src" bash -euo pipefail -c '
         system=/tmp/root/usr/lib/systemd/system
         mkdir -p $system /tmp/root/usr/bin /tmp/root/etc
         cp /src/systemd/*.service /src/systemd/*.socket $system/

@@ -1,85 +1,76 @@
 //! The kernel: softmax(q K^T) V in one pass over the tokens, chunk by chunk, with the running maximum and sum of the
 //! online softmax (Milakov and Gimelshein, 2018; Dao et al., FlashAttention, 2022).
 //!
-//! A tile is some queries of some KV heads. Per chunk of tokens (outer loop) and KV head (inner loop) the kernel
-//! stages K as f32, scores it against all the tile's rows of that head, stages V, adds it up. So a K or V row is
-//! fetched and converted once per tile, and serves every query head of its group and every query of the tile.
+//! A tile is some queries of some KV heads. Per chunk of tokens (outer loop) the kernel stages K of these heads as
+//! f32, scores it head by head (inner loop) against all the tile's rows, stages V, adds it up. So a K or V row is
+//! fetched and converted once per tile, in one sweep over each block, and serves every query head of its group and
+//! every query of the tile.
+//!
+//! Both products are sums of outer products, [`multiply`]: a few values, each times the same few vectors, summed in
+//! registers. For the scores the vectors are rows (a query head of a query each), side by side, and the values those
+//! of K; so no sum runs across a vector, which compilers do badly. For the result the vectors are dimensions of V and
+//! the values are weights. This is what makes plain loops reach the speed of tuned libraries.
 //!
 //! Invariant: chunks begin at multiples of [`CHUNK`], counted from token 0 of the sequence, and a row's sums run over
-//! tokens in ascending order, and over dimensions in an order that is the same for all rows. Tokens that a row does
-//! not see weigh exactly 0. Hence the bits of a row depend on no other row and on no block size.
+//! tokens and over dimensions in ascending order. Tokens that a row does not see add nothing. Hence the bits of a row
+//! depend on no other row and on no block size.
 
 use std::ops::Range;
 
 use super::element::{Element, F16, F32, Stored};
-use super::{KvSource, Shape};
+use super::prefetch::prefetch;
+use super::vectors::{LANES, Lanes, Vectors, exactly};
+use super::{KvSource, PAGE_SHIFT, Run, Shape};
 
-/// Values that are computed side by side: one AVX register, two of NEON.
-const LANES: usize = 8;
-/// What a row is made of: rows are padded with zeros to whole pairs of these.
-type Lanes = [f32; LANES];
-/// Tokens between two updates of the running maximum. K or V of a chunk, 16 KiB with 128 dimensions, stays in the
-/// first-level cache.
+/// Tokens between two updates of the running maximum.
 const CHUNK: usize = 32;
+/// The most vectors of K or V that are staged at a time, unless one KV head needs more: 32 KiB, which the caches
+/// nearest to the processor hold.
+const STAGED: usize = 1024;
 /// The most rows (query heads times queries) of a tile, unless one query of one KV head has more.
 const TILE_ROWS: usize = 64;
-/// Rows that a microkernel takes at a time.
-const ROWS: usize = 4;
-/// Tokens that the score microkernel takes at a time: divides `CHUNK`.
-const TOKENS: usize = 2;
+/// Vectors that the microkernels sum up at a time: enough to hide the latency of multiply-add, few enough for the 16
+/// registers of AVX.
+const SUMS: usize = 8;
 
 /// One checked call.
-pub(super) struct Call<'a, S> {
+pub(super) struct Call<'a> {
     pub shape: &'a Shape,
-    pub kv: &'a S,
+    /// Not a type parameter: so there is one kernel, and two sources differ by what they do themselves.
+    pub kv: &'a dyn KvSource,
     pub kv_tokens: usize,
     pub heads: Range<usize>,
     pub queries: usize,
     pub q: &'a [f32],
 }
 
-/// A tile's working memory. Rows are `[KV head][query][query head of the group]`.
+/// A tile's working memory. Rows are `[KV head][query][query head of the group]`; those of one KV head are cut into
+/// panels of `P` vectors, the last one padded.
 #[derive(Debug, Default)]
 pub(super) struct Scratch {
-    /// Scaled queries, `[row][width]`.
-    q: Vec<Lanes>,
-    /// The weighted sums of V, `[row][width]`.
-    acc: Vec<Lanes>,
-    /// Scores, then weights, of one KV head's rows: `[row][CHUNK]`.
-    weights: Vec<[f32; CHUNK]>,
-    /// K, then V, of a chunk of one KV head: `[token][width]`.
-    staged: Vec<Lanes>,
-    /// Per row: the greatest score so far.
-    max: Vec<f32>,
-    /// Per row: the sum of the weights so far, relative to that maximum.
-    sum: Vec<f32>,
+    /// Scaled queries, `[KV head][panel][width * LANES][P]`: the transpose of their rows.
+    q: Vectors,
+    /// Weighted sums of V, `[row][width]`, where `width` vectors hold one head's dimensions.
+    acc: Vectors,
+    /// Scores, then weights, `[KV head][panel][CHUNK][P]`.
+    weights: Vectors,
+    /// K, then V, of a chunk: `[CHUNK][KV head][width]`.
+    staged: Vectors,
+    /// Per row the greatest score so far, `[KV head][panel][P]`.
+    max: Vectors,
+    /// Per row the sum of the weights so far, relative to that maximum; as `max`.
+    sum: Vectors,
 }
 
 impl Scratch {
-    fn fit(&mut self, rows: usize, width: usize) {
-        fn grow<T: Clone>(v: &mut Vec<T>, len: usize, value: T) {
-            if v.len() < len {
-                v.resize(len, value);
-            }
-        }
-        grow(&mut self.q, rows * width, [0.0; LANES]);
-        grow(&mut self.acc, rows * width, [0.0; LANES]);
-        grow(&mut self.weights, rows, [0.0; CHUNK]);
-        grow(&mut self.staged, CHUNK * width, [0.0; LANES]);
-        grow(&mut self.max, rows, 0.0);
-        grow(&mut self.sum, rows, 0.0);
-    }
-
-    /// Fills all of it, for any test's shape, with NaN.
+    /// Fills it, as large as any test needs it, with NaN.
     #[cfg(test)]
     pub(super) fn poison(&mut self) {
-        self.fit(TILE_ROWS, 64);
-        self.q.fill([f32::NAN; LANES]);
-        self.acc.fill([f32::NAN; LANES]);
-        self.weights.fill([f32::NAN; CHUNK]);
-        self.staged.fill([f32::NAN; LANES]);
-        self.max.fill(f32::NAN);
-        self.sum.fill(f32::NAN);
+        let Scratch { q, acc, weights, staged, max, sum } = self;
+        for part in [q, acc, weights, staged, max, sum] {
+            part.fit(1 << 14);
+            part.fill([f32::NAN; LANES]);
+        }
     }
 }
 
@@ -87,12 +78,7 @@ impl Scratch {
 ///
 /// # Safety
 /// The K and V rows of every token that a query sees are readable.
-pub(super) unsafe fn run<S: KvSource>(
-    call: &Call<S>,
-    element: Element,
-    out: &mut [f32],
-    scratch: &mut Scratch,
-) {
+pub(super) unsafe fn run(call: &Call, element: Element, out: &mut [f32], scratch: &mut Scratch) {
     #[cfg(target_arch = "x86_64")]
     if std::arch::is_x86_feature_detected!("avx2") && std::arch::is_x86_feature_detected!("fma") {
         // SAFETY: the machine has what the function is compiled for; the rest is the caller's promise.
@@ -100,7 +86,7 @@ pub(super) unsafe fn run<S: KvSource>(
     }
     const FMA: bool = cfg!(any(target_feature = "fma", target_arch = "aarch64"));
     // SAFETY: the caller's promise.
-    unsafe { run_plain::<S, FMA>(call, element, out, scratch) }
+    unsafe { run_plain::<FMA>(call, element, out, scratch) }
 }
 
 /// The same code, compiled for AVX2 and FMA, so that an engine built for any x86-64 gets them.
@@ -109,25 +95,27 @@ pub(super) unsafe fn run<S: KvSource>(
 /// As [`run`], on a machine with AVX2 and FMA.
 #[cfg(target_arch = "x86_64")]
 #[target_feature(enable = "avx2,fma")]
-unsafe fn run_avx2<S: KvSource>(call: &Call<S>, element: Element, out: &mut [f32], scratch: &mut Scratch) {
+unsafe fn run_avx2(call: &Call, element: Element, out: &mut [f32], scratch: &mut Scratch) {
     // SAFETY: the caller's promise.
-    unsafe { run_plain::<S, true>(call, element, out, scratch) }
+    unsafe { run_plain::<true>(call, element, out, scratch) }
 }
 
+/// The kernel, with multiply-add in one instruction or in two.
+///
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-unsafe fn run_plain<S: KvSource, const FMA: bool>(
-    call: &Call<S>,
+pub(super) unsafe fn run_plain<const FMA: bool>(
+    call: &Call,
     element: Element,
     out: &mut [f32],
     scratch: &mut Scratch,
 ) {
     match element {
         // SAFETY: the caller's promise.
-        Element::F16 => unsafe { tiles::<S, F16, FMA>(call, out, scratch) },
+        Element::F16 => unsafe { tiles::<F16, FMA>(call, out, scratch) },
         // SAFETY: the caller's promise.
-        Element::F32 => unsafe { tiles::<S, F32, FMA>(call, out, scratch) },
+        Element::F32 => unsafe { tiles::<F32, FMA>(call, out, scratch) },
     }
 }
 
@@ -136,327 +124,427 @@ unsafe fn run_plain<S: KvSource, const FMA: bool>(
 /// # Safety
 /// As [`run`].
 #[inline(always)]
-unsafe fn tiles<S: KvSource, E: Stored, const FMA: bool>(
-    call: &Call<S>,
-    out: &mut [f32],
-    scratch: &mut Scratch,
-) {
+unsafe fn tiles<E: Stored, const FMA: bool>(call: &Call, out: &mut [f32], scratch: &mut Scratch) {
     let group = call.shape.group();
-    let queries = (TILE_ROWS / group).clamp(1, call.queries);
-    let heads = (TILE_ROWS / (group * queries)).clamp(1, call.heads.len());
     let width = call.shape.head_dim.div_ceil(2 * LANES) * 2;
-    scratch.fit(heads * queries * group, width);
+    let queries = (TILE_ROWS / group).clamp(1, call.queries);
+    let heads = (TILE_ROWS / (group * queries)).min(STAGED / (CHUNK * width)).clamp(1, call.heads.len());
     for head in call.heads.clone().step_by(heads) {
         for query in (0..call.queries).step_by(queries) {
-            let tile = Tile {
-                heads: head..call.heads.end.min(head + heads),
-                queries: query..call.queries.min(query + queries),
-                width,
-            };
+            let heads = head..call.heads.end.min(head + heads);
+            let queries = query..call.queries.min(query + queries);
+            let rows = queries.len() * group;
+            // A decode step has few rows: one vector of them, most often. Two, if there are more, share the loads.
             // SAFETY: the caller's promise.
-            unsafe { tile.run::<S, E, FMA>(call, out, scratch) };
+            unsafe {
+                if rows <= LANES {
+                    Tile::<1> { call, heads, queries, rows, panels: 1, width }.run::<E, FMA>(out, scratch)
+                } else {
+                    let panels = rows.div_ceil(2 * LANES);
+                    Tile::<2> { call, heads, queries, rows, panels, width }.run::<E, FMA>(out, scratch)
+                }
+            }
         }
     }
 }
 
-struct Tile {
+/// Some queries of some KV heads, their rows in panels of `P` vectors.
+struct Tile<'a, const P: usize> {
+    call: &'a Call<'a>,
     heads: Range<usize>,
     queries: Range<usize>,
+    /// Rows of each KV head.
+    rows: usize,
+    /// Panels of each KV head.
+    panels: usize,
+    /// Vectors that one head's dimensions take: an even number.
     width: usize,
 }
 
-impl Tile {
+impl<const P: usize> Tile<'_, P> {
     /// # Safety
     /// As [`run`].
     #[inline(always)]
-    unsafe fn run<S: KvSource, E: Stored, const FMA: bool>(
-        &self,
-        call: &Call<S>,
-        out: &mut [f32],
-        scratch: &mut Scratch,
-    ) {
-        let (shape, width) = (call.shape, self.width);
-        let group = shape.group();
-        let rows = self.queries.len() * group; // of one KV head
-        self.begin(call, scratch);
+    unsafe fn run<E: Stored, const FMA: bool>(&self, out: &mut [f32], scratch: &mut Scratch) {
+        self.begin(scratch);
         // Positions only grow: the first query sees the earliest tokens, the last one the latest.
-        let position = |query: usize| call.kv_tokens - call.queries + query;
-        let first = shape.visible(position(self.queries.start)).start;
-        let end = position(self.queries.end);
+        let first = self.visible(0).start;
+        let end = self.visible(self.rows - 1).end;
         for chunk in (first / CHUNK * CHUNK..end).step_by(CHUNK) {
             let tokens = chunk.max(first)..end.min(chunk + CHUNK);
-            // What a row sees of the chunk, counted from its start.
-            let visible = |row: usize| {
-                let seen = shape.visible(position(self.queries.start + row / group));
-                let from = seen.start.clamp(chunk, chunk + CHUNK) - chunk;
-                from..(seen.end.clamp(chunk, chunk + CHUNK) - chunk).max(from)
-            };
-            for n in 0..self.heads.len() {
-                let at = (self.heads.start + n) * shape.head_dim * E::BYTES;
-                let of_head = n * rows..(n + 1) * rows;
-                let q = &scratch.q[of_head.start * width..of_head.end * width];
-                let acc = &mut scratch.acc[of_head.start * width..of_head.end * width];
-                let max = &mut scratch.max[of_head.clone()];
-                let sum = &mut scratch.sum[of_head];
-                let weights = &mut scratch.weights[..rows];
-                let staged = &mut scratch.staged[..CHUNK * width];
-
-                // SAFETY: some query of the tile sees each of `tokens`, so the caller vouches for their rows, and
-                // the head's part of a row is within it.
-                unsafe {
-                    stage::<S, E>(call.kv, Plane::K, tokens.clone(), chunk, at, shape.head_dim, width, staged)
-                };
-                by_rows(rows, |from, count| {
-                    let seen = visible(from).start..visible(from + count - 1).end;
-                    scores::<FMA>(
-                        &q[from * width..],
-                        staged,
-                        width,
-                        seen,
-                        count,
-                        &mut weights[from..from + count],
-                    );
-                });
-                for row in 0..rows {
-                    let acc = &mut acc[row * width..(row + 1) * width];
-                    softmax::<FMA>(&mut weights[row], visible(row), &mut max[row], &mut sum[row], acc);
-                }
-                // SAFETY: as for K.
-                unsafe {
-                    stage::<S, E>(call.kv, Plane::V, tokens.clone(), chunk, at, shape.head_dim, width, staged)
-                };
-                by_rows(rows, |from, count| {
-                    let seen = visible(from).start..visible(from + count - 1).end;
-                    let acc = &mut acc[from * width..(from + count) * width];
-                    weigh::<FMA>(&weights[from..from + count], staged, width, seen, acc);
-                });
+            // While K is staged, V of the same tokens is asked for, and with V the next chunk's K. The translations of
+            // their pages, which take longest, were asked for earlier.
+            let kv = self.call.kv;
+            let next = |token| if token + CHUNK < end { Some(kv.run(token + CHUNK)) } else { None };
+            // SAFETY: some query of the tile sees each of `tokens`, so the caller vouches for their rows.
+            unsafe {
+                let ahead = |_, run: &Run| Some((run.v, run.v_stride));
+                self.stage::<E>(
+                    tokens.clone(),
+                    chunk,
+                    |run| (run.k, run.k_stride),
+                    ahead,
+                    &mut scratch.staged,
+                );
             }
+            self.ask_for_pages::<E>(tokens.start + 2 * CHUNK..end.min(tokens.end + 2 * CHUNK));
+            self.score::<FMA>(chunk, scratch);
+            // SAFETY: as for K.
+            unsafe {
+                let ahead = |token, _: &Run| next(token).map(|run| (run.k, run.k_stride));
+                self.stage::<E>(tokens, chunk, |run| (run.v, run.v_stride), ahead, &mut scratch.staged);
+            }
+            self.weigh::<FMA>(chunk, scratch);
         }
-        self.finish(call, out, scratch);
+        self.finish(out, scratch);
     }
 
-    /// Takes in the queries, scaled and padded.
-    fn begin<S>(&self, call: &Call<S>, scratch: &mut Scratch) {
-        let (shape, width) = (call.shape, self.width);
-        let (group, dim) = (shape.group(), shape.head_dim);
-        let mut row = 0;
-        for head in self.heads.clone() {
-            for query in self.queries.clone() {
-                for member in 0..group {
-                    let at = (query * shape.query_heads + head * group + member) * dim;
-                    let to = scratch.q[row * width..(row + 1) * width].as_flattened_mut();
-                    for (to, from) in to.iter_mut().zip(&call.q[at..at + dim]) {
-                        *to = from * shape.scale;
-                    }
-                    to[dim..].fill(0.0);
-                    row += 1;
-                }
+    /// The tokens that a row sees.
+    #[inline(always)]
+    fn visible(&self, row: usize) -> Range<usize> {
+        let query = self.queries.start + row / self.call.shape.group();
+        self.call.shape.visible(self.call.kv_tokens - self.call.queries + query)
+    }
+
+    /// What it sees of a chunk, counted from the chunk's start.
+    #[inline(always)]
+    fn visible_in(&self, chunk: usize, row: usize) -> Range<usize> {
+        let seen = self.visible(row);
+        let from = seen.start.clamp(chunk, chunk + CHUNK) - chunk;
+        from..(seen.end.clamp(chunk, chunk + CHUNK) - chunk).max(from)
+    }
+
+    /// Takes in the queries, scaled, and clears what the last tile left.
+    #[inline(always)]
+    fn begin(&self, scratch: &mut Scratch) {
+        let Scratch { q, acc, weights, staged, max, sum } = scratch;
+        let (shape, dim, padded) = (self.call.shape, self.call.shape.head_dim, self.width * LANES);
+        let vectors = self.heads.len() * self.panels * P;
+        q.fit(vectors * padded);
+        q[..vectors * padded].fill([0.0; LANES]);
+        acc.fit(self.heads.len() * self.rows * self.width);
+        acc[..self.heads.len() * self.rows * self.width].fill([0.0; LANES]);
+        max.fit(vectors);
+        max[..vectors].fill([f32::NEG_INFINITY; LANES]);
+        sum.fit(vectors);
+        sum[..vectors].fill([0.0; LANES]);
+        weights.fit(vectors * CHUNK);
+        // The padding of its rows stays zero; other shapes may have used it for values.
+        staged.fit(CHUNK * self.heads.len() * self.width);
+        staged[..CHUNK * self.heads.len() * self.width].fill([0.0; LANES]);
+        let q = q.as_flattened_mut();
+        self.each_row(|n, row, query, head| {
+            let from = &self.call.q[(query * shape.query_heads + head) * dim..][..dim];
+            let (panel, lane) = (row / (P * LANES), row % (P * LANES));
+            let to = &mut q[(n * self.panels + panel) * padded * P * LANES + lane..];
+            for (to, from) in to.iter_mut().step_by(P * LANES).zip(from) {
+                *to = from * shape.scale;
             }
-        }
-        scratch.acc[..row * width].fill([0.0; LANES]);
-        scratch.max[..row].fill(f32::NEG_INFINITY);
-        scratch.sum[..row].fill(0.0);
-        // Padding between the rows: other shapes may have used it for values.
-        scratch.staged[..CHUNK * width].fill([0.0; LANES]);
+        });
     }
 
     /// Gives the results out.
-    fn finish<S>(&self, call: &Call<S>, out: &mut [f32], scratch: &Scratch) {
-        let (group, dim) = (call.shape.group(), call.shape.head_dim);
-        let out_heads = call.heads.len() * group;
-        let mut row = 0;
-        for head in self.heads.clone() {
-            for query in self.queries.clone() {
+    #[inline(always)]
+    fn finish(&self, out: &mut [f32], scratch: &Scratch) {
+        let (call, dim, group) = (self.call, self.call.shape.head_dim, self.call.shape.group());
+        self.each_row(|n, row, query, head| {
+            let at = (query * call.heads.len() + (head / group - call.heads.start)) * group + head % group;
+            let acc = scratch.acc[(n * self.rows + row) * self.width..][..self.width].as_flattened();
+            let sum = scratch.sum[n * self.panels * P + row / LANES][row % LANES];
+            for (out, acc) in out[at * dim..(at + 1) * dim].iter_mut().zip(acc) {
+                *out = acc / sum;
+            }
+        });
+    }
+
+    /// Calls `f` with each KV head's number in the tile, row, query and query head.
+    #[inline(always)]
+    fn each_row(&self, mut f: impl FnMut(usize, usize, usize, usize)) {
+        let group = self.call.shape.group();
+        for (n, head) in self.heads.clone().enumerate() {
+            for (q, query) in self.queries.clone().enumerate() {
                 for member in 0..group {
-                    let at = (query * out_heads + (head - call.heads.start) * group + member) * dim;
-                    let acc = scratch.acc[row * self.width..(row + 1) * self.width].as_flattened();
-                    for (out, acc) in out[at..at + dim].iter_mut().zip(acc) {
-                        *out = acc / scratch.sum[row];
+                    f(n, q * group + member, query, head * group + member);
+                }
+            }
+        }
+    }
+
+    /// Copies the tile's heads of one plane's rows of `tokens` into `staged`, as f32; the row of token `chunk` is the
+    /// first there.
+    ///
+    /// # Safety
+    /// The plane's rows of `tokens` are readable.
+    #[inline(always)]
+    unsafe fn stage<E: Stored>(
+        &self,
+        tokens: Range<usize>,
+        chunk: usize,
+        plane: impl Fn(&Run) -> (*const u8, usize),
+        ahead: impl Fn(usize, &Run) -> Option<(*const u8, usize)>,
+        staged: &mut [Lanes],
+    ) {
+        let dim = self.call.shape.head_dim;
+        let row_width = self.heads.len() * self.width;
+        let at = self.heads.start * dim * E::BYTES;
+        let mut token = tokens.start;
+        while token < tokens.end {
+            let run = self.call.kv.run(token);
+            let (row, stride) = plane(&run);
+            let ahead = ahead(token, &run);
+            let count = run.tokens.min(tokens.end - token);
+            let staged = &mut staged[(token - chunk) * row_width..(token - chunk + count) * row_width];
+            for (n, to) in staged.chunks_exact_mut(row_width).enumerate() {
+                if let Some((row, stride)) = ahead {
+                    prefetch(row.wrapping_add(n * stride + at), self.heads.len() * dim * E::BYTES);
+                }
+                let from = row.wrapping_add(n * stride + at);
+                let to = to.as_flattened_mut();
+                if dim == self.width * LANES {
+                    // SAFETY: the caller vouches for the row of this token; the heads lie in it one after the other.
+                    unsafe { E::load(from, to) };
+                } else {
+                    for (n, to) in to.chunks_exact_mut(self.width * LANES).enumerate() {
+                        // SAFETY: as above, head by head.
+                        unsafe { E::load(from.wrapping_add(n * dim * E::BYTES), &mut to[..dim]) };
                     }
-                    row += 1;
                 }
+            }
+            token += count;
+        }
+    }
+
+    /// Touches each page that the rows of `tokens` begin or end in.
+    #[inline(always)]
+    fn ask_for_pages<E: Stored>(&self, tokens: Range<usize>) {
+        const PAGE: usize = 1 << PAGE_SHIFT;
+        let dim = self.call.shape.head_dim;
+        let at = self.heads.start * dim * E::BYTES;
+        let last = self.heads.len() * dim * E::BYTES - 1;
+        let mut token = tokens.start;
+        while token < tokens.end {
+            let run = self.call.kv.run(token);
+            let count = run.tokens.min(tokens.end - token);
+            for (row, stride) in [(run.k, run.k_stride), (run.v, run.v_stride)] {
+                let row = row.wrapping_add(at);
+                let span = (count - 1) * stride + last;
+                for at in (0..span).step_by(stride.max(PAGE)) {
+                    prefetch(row.wrapping_add(at), 1);
+                }
+                prefetch(row.wrapping_add(span), 1);
+            }
+            token += count;
+        }
+    }
+
+    /// Scores the staged K and turns the scores into weights.
+    #[inline(always)]
+    fn score<const FMA: bool>(&self, chunk: usize, scratch: &mut Scratch) {
+        let Scratch { q, acc, weights, staged, max, sum } = scratch;
+        let width = self.width;
+        let row_width = self.heads.len() * width;
+        for n in 0..self.heads.len() {
+            for panel in 0..self.panels {
+                let rows = panel * P * LANES..self.rows.min((panel + 1) * P * LANES);
+                let seen = self.visible_in(chunk, rows.start).start..self.visible_in(chunk, rows.end - 1).end;
+                if seen.is_empty() {
+                    continue;
+                }
+                let panel = n * self.panels + panel;
+                let q = &q[panel * width * LANES * P..(panel + 1) * width * LANES * P];
+                let k = &staged[n * width..];
+                let weights = &mut weights[panel * CHUNK * P..(panel + 1) * CHUNK * P];
+                match P {
+                    1 => scores::<SUMS, P, FMA>(q, k, row_width, seen, weights),
+                    _ => scores::<{ SUMS / 2 }, P, FMA>(q, k, row_width, seen, weights),
+                }
+                mask::<P>(weights, rows.clone().map(|row| self.visible_in(chunk, row)));
+                let state = panel * P..(panel + 1) * P;
+                let acc = &mut acc[(n * self.rows + rows.start) * width..(n * self.rows + rows.end) * width];
+                softmax::<P, FMA>(weights, &mut max[state.clone()], &mut sum[state], acc, width);
+            }
+        }
+    }
+
+    /// Adds up the staged V by the weights.
+    #[inline(always)]
+    fn weigh<const FMA: bool>(&self, chunk: usize, scratch: &mut Scratch) {
+        let Scratch { acc, weights, staged, .. } = scratch;
+        let width = self.width;
+        let row_width = self.heads.len() * width;
+        for n in 0..self.heads.len() {
+            let mut row = 0;
+            while row < self.rows {
+                // Rows that see the same tokens, up to four, of one panel.
+                let seen = self.visible_in(chunk, row);
+                let (panel, lane) = (n * self.panels + row / (P * LANES), row % (P * LANES));
+                let most = 4.min(self.rows - row).min(P * LANES - lane);
+                let count = (1..most).take_while(|&n| self.visible_in(chunk, row + n) == seen).count() + 1;
+                let acc = &mut acc[(n * self.rows + row) * width..(n * self.rows + row + count) * width];
+                if !seen.is_empty() {
+                    let from = panel * CHUNK + seen.start;
+                    let weights = &weights[from * P..(from + seen.len()) * P];
+                    let v = &staged[seen.start * row_width..seen.end * row_width];
+                    let v = Columns { v, row_width, from: n * width };
+                    match count {
+                        4 => sums::<4, 2, P, FMA>(weights, lane, v, acc),
+                        3 => sums::<3, 2, P, FMA>(weights, lane, v, acc),
+                        2 => sums::<2, 4, P, FMA>(weights, lane, v, acc),
+                        _ => sums::<1, 4, P, FMA>(weights, lane, v, acc),
+                    }
+                }
+                row += count;
             }
         }
     }
 }
 
-#[derive(Clone, Copy)]
-enum Plane {
-    K,
-    V,
-}
-
-/// Copies one head's part of the rows of `tokens` into `staged`, as f32; the row of token `chunk` is the first there.
-///
-/// # Safety
-/// The rows of `tokens` are readable from `at` for `dim` values.
+/// Adds to `sums[r][c]` the vector `b[c]`, `a[r]` times.
 #[inline(always)]
-#[allow(clippy::too_many_arguments)]
-unsafe fn stage<S: KvSource, E: Stored>(
-    kv: &S,
-    plane: Plane,
-    tokens: Range<usize>,
-    chunk: usize,
-    at: usize,
-    dim: usize,
-    width: usize,
-    staged: &mut [Lanes],
+fn multiply<const R: usize, const C: usize, const FMA: bool>(
+    sums: &mut [[Lanes; C]; R],
+    a: [f32; R],
+    b: &[Lanes; C],
 ) {
-    let mut token = tokens.start;
-    while token < tokens.end {
-        let run = kv.run(token);
-        let (mut row, stride) = match plane {
-            Plane::K => (run.k, run.k_stride),
-            Plane::V => (run.v, run.v_stride),
-        };
-        let count = run.tokens.min(tokens.end - token);
-        let staged = &mut staged[(token - chunk) * width..(token - chunk + count) * width];
-        for to in staged.chunks_exact_mut(width) {
-            // SAFETY: the caller vouches for `dim` values from `at` in this token's row.
-            unsafe { E::load(row.wrapping_add(at), &mut to.as_flattened_mut()[..dim]) };
-            row = row.wrapping_add(stride);
-        }
-        token += count;
-    }
-}
-
-/// Calls `f(first, count)` for groups of at most [`ROWS`] rows.
-#[inline(always)]
-fn by_rows(rows: usize, mut f: impl FnMut(usize, usize)) {
-    for from in (0..rows).step_by(ROWS) {
-        f(from, ROWS.min(rows - from));
-    }
-}
-
-/// Scores `count` rows of `q` against the staged keys. Tokens outside of `seen`, rounded to whole steps, stay as they
-/// are.
-#[inline(always)]
-fn scores<const FMA: bool>(
-    q: &[Lanes],
-    k: &[Lanes],
-    width: usize,
-    seen: Range<usize>,
-    count: usize,
-    out: &mut [[f32; CHUNK]],
-) {
-    let steps = (seen.start / TOKENS * TOKENS..seen.end).step_by(TOKENS);
-    for token in steps {
-        match count {
-            4 => score_tile::<4, FMA>(q, k, width, token, out),
-            3 => score_tile::<3, FMA>(q, k, width, token, out),
-            2 => score_tile::<2, FMA>(q, k, width, token, out),
-            _ => score_tile::<1, FMA>(q, k, width, token, out),
-        }
-    }
-}
-
-/// `R` rows against `TOKENS` tokens: each value loaded serves several products.
-#[inline(always)]
-fn score_tile<const R: usize, const FMA: bool>(
-    q: &[Lanes],
-    k: &[Lanes],
-    width: usize,
-    token: usize,
-    out: &mut [[f32; CHUNK]],
-) {
-    let q: [&[Lanes]; R] = std::array::from_fn(|r| &q[r * width..(r + 1) * width]);
-    let k: [&[Lanes]; TOKENS] = std::array::from_fn(|t| &k[(token + t) * width..(token + t + 1) * width]);
-    let mut sums = [[[0.0f32; LANES]; TOKENS]; R];
-    for n in 0..width {
-        for r in 0..R {
-            for t in 0..TOKENS {
-                for lane in 0..LANES {
-                    sums[r][t][lane] = mul_add::<FMA>(q[r][n][lane], k[t][n][lane], sums[r][t][lane]);
-                }
-            }
-        }
-    }
     for r in 0..R {
-        for t in 0..TOKENS {
-            out[r][token + t] = total(sums[r][t]);
+        for c in 0..C {
+            for lane in 0..LANES {
+                sums[r][c][lane] = mul_add::<FMA>(a[r], b[c][lane], sums[r][c][lane]);
+            }
         }
     }
 }
 
-/// Turns one row's scores into weights, and rescales what the row has summed up if its maximum grew.
+/// Scores a panel of queries, `[width * LANES][P]`, against one head's keys, which lie `row_width` vectors apart, of the tokens
+/// `seen`, `T` at a time. What is before and after those, up to a whole step, is overwritten; `T` divides [`CHUNK`].
 #[inline(always)]
-fn softmax<const FMA: bool>(
-    weights: &mut [f32; CHUNK],
+fn scores<const T: usize, const P: usize, const FMA: bool>(
+    q: &[Lanes],
+    k: &[Lanes],
+    row_width: usize,
     seen: Range<usize>,
-    max: &mut f32,
-    sum: &mut f32,
+    out: &mut [Lanes],
+) {
+    for token in (seen.start / T * T..seen.end).step_by(T) {
+        let k: [&[Lanes]; T] =
+            std::array::from_fn(|t| &k[(token + t) * row_width..][..q.len() / (P * LANES)]);
+        let mut sums = [[[0.0; LANES]; P]; T];
+        for (n, q) in q.chunks_exact(P * LANES).enumerate() {
+            let k: [&Lanes; T] = std::array::from_fn(|t| &k[t][n]);
+            for d in 0..LANES {
+                multiply::<T, P, FMA>(&mut sums, std::array::from_fn(|t| k[t][d]), exactly(&q[d * P..][..P]));
+            }
+        }
+        out[token * P..(token + T) * P].copy_from_slice(sums.as_flattened());
+    }
+}
+
+/// Hides from each row of a panel the tokens that it does not see.
+#[inline(always)]
+fn mask<const P: usize>(weights: &mut [Lanes], visible: impl Iterator<Item = Range<usize>>) {
+    let weights = weights.as_flattened_mut();
+    for (lane, seen) in visible.enumerate() {
+        for token in (0..seen.start).chain(seen.end..CHUNK) {
+            weights[token * P * LANES + lane] = f32::NEG_INFINITY;
+        }
+    }
+}
+
+/// Turns a panel's scores, `[CHUNK][P]`, into weights, and rescales what those rows have summed up whose maximum grew.
+#[inline(always)]
+fn softmax<const P: usize, const FMA: bool>(
+    weights: &mut [Lanes],
+    max: &mut [Lanes],
+    sum: &mut [Lanes],
+    acc: &mut [Lanes],
+    width: usize,
+) {
+    let mut greatest: [Lanes; P] = *exactly(max);
+    for weights in weights.chunks_exact(P) {
+        for (greatest, weight) in greatest.as_flattened_mut().iter_mut().zip(weights.as_flattened()) {
+            *greatest = if *weight > *greatest { *weight } else { *greatest };
+        }
+    }
+    // A row that has seen no token yet has no maximum; any finite one keeps its weights 0.
+    let mut base = greatest;
+    for base in base.as_flattened_mut() {
+        *base = if *base == f32::NEG_INFINITY { 0.0 } else { *base };
+    }
+    if greatest != *exactly(max) {
+        let mut shrink: [Lanes; P] = *exactly(max);
+        for (shrink, base) in shrink.as_flattened_mut().iter_mut().zip(base.as_flattened()) {
+            *shrink = exp::<FMA>(*shrink - base);
+        }
+        for (sum, shrink) in sum.as_flattened_mut().iter_mut().zip(shrink.as_flattened()) {
+            *sum *= shrink;
+        }
+        for (acc, shrink) in acc.chunks_exact_mut(width).zip(shrink.as_flattened()) {
+            if *shrink != 1.0 {
+                acc.as_flattened_mut().iter_mut().for_each(|a| *a *= shrink);
+            }
+        }
+        max.copy_from_slice(&greatest);
+    }
+    for weights in weights.chunks_exact_mut(P) {
+        for (weight, base) in weights.as_flattened_mut().iter_mut().zip(base.as_flattened()) {
+            *weight -= base;
+        }
+    }
+    weights.as_flattened_mut().iter_mut().for_each(|w| *w = exp::<FMA>(*w));
+    let mut sums: [Lanes; P] = *exactly(sum);
+    for weights in weights.chunks_exact(P) {
+        for (sum, weight) in sums.as_flattened_mut().iter_mut().zip(weights.as_flattened()) {
+            *sum += weight;
+        }
+    }
+    sum.copy_from_slice(&sums);
+}
+
+/// One head's values: vectors `from..` of rows that are `row_width` vectors wide.
+#[derive(Clone, Copy)]
+struct Columns<'a> {
+    v: &'a [Lanes],
+    row_width: usize,
+    from: usize,
+}
+
+/// Adds the values, weighted by the lanes from `lane` on of a panel, `[token][P]`, to the `R` rows of `acc`, `C` vectors
+/// at a time.
+#[inline(always)]
+fn sums<const R: usize, const C: usize, const P: usize, const FMA: bool>(
+    weights: &[Lanes],
+    lane: usize,
+    v: Columns,
     acc: &mut [Lanes],
 ) {
-    weights[..seen.start].fill(f32::NEG_INFINITY);
-    weights[seen.end..].fill(f32::NEG_INFINITY);
-    let greatest = weights.iter().fold(*max, |a, &b| if b > a { b } else { a });
-    if greatest == f32::NEG_INFINITY {
-        weights.fill(0.0); // sees nothing of this chunk
-        return;
+    let width = acc.len() / R;
+    let whole = width / C * C;
+    for column in (0..whole).step_by(C) {
+        sums_of::<R, C, P, FMA>(weights, lane, v, column, acc);
     }
-    if greatest > *max {
-        let shrink = exp::<FMA>(*max - greatest);
-        *sum *= shrink;
-        acc.as_flattened_mut().iter_mut().for_each(|a| *a *= shrink);
-        *max = greatest;
-    }
-    let mut sums = [0.0f32; LANES];
-    for lanes in weights.chunks_exact_mut(LANES) {
-        for (weight, sum) in lanes.iter_mut().zip(&mut sums) {
-            *weight = exp::<FMA>(*weight - greatest);
-            *sum += *weight;
-        }
-    }
-    *sum += total(sums);
-}
-
-/// Adds the staged values of the tokens `seen`, weighted, to the rows of `acc`.
-#[inline(always)]
-fn weigh<const FMA: bool>(
-    weights: &[[f32; CHUNK]],
-    v: &[Lanes],
-    width: usize,
-    seen: Range<usize>,
-    acc: &mut [Lanes],
-) {
-    for column in (0..width).step_by(2) {
-        match weights.len() {
-            4 => weigh_tile::<4, FMA>(weights, v, width, seen.clone(), column, acc),
-            3 => weigh_tile::<3, FMA>(weights, v, width, seen.clone(), column, acc),
-            2 => weigh_tile::<2, FMA>(weights, v, width, seen.clone(), column, acc),
-            _ => weigh_tile::<1, FMA>(weights, v, width, seen.clone(), column, acc),
-        }
+    for column in (whole..width).step_by(2) {
+        sums_of::<R, 2, P, FMA>(weights, lane, v, column, acc);
     }
 }
 
-/// `R` rows, two columns of lanes: the sums stay in registers over all tokens.
+/// [`sums`] for the `C` vectors from `column` on.
 #[inline(always)]
-fn weigh_tile<const R: usize, const FMA: bool>(
-    weights: &[[f32; CHUNK]],
-    v: &[Lanes],
-    width: usize,
-    seen: Range<usize>,
+fn sums_of<const R: usize, const C: usize, const P: usize, const FMA: bool>(
+    weights: &[Lanes],
+    lane: usize,
+    v: Columns,
     column: usize,
     acc: &mut [Lanes],
 ) {
-    let weights: &[[f32; CHUNK]; R] = weights.try_into().expect("R rows of weights");
-    let mut sums: [[Lanes; 2]; R] =
-        std::array::from_fn(|r| [acc[r * width + column], acc[r * width + column + 1]]);
-    for token in seen {
-        let v = &v[token * width..(token + 1) * width];
-        let v = [&v[column], &v[column + 1]];
-        for r in 0..R {
-            let weight = weights[r][token];
-            for c in 0..2 {
-                for lane in 0..LANES {
-                    sums[r][c][lane] = mul_add::<FMA>(weight, v[c][lane], sums[r][c][lane]);
-                }
-            }
-        }
+    let width = acc.len() / R;
+    let mut sums: [[Lanes; C]; R] = std::array::from_fn(|r| *exactly(&acc[r * width + column..][..C]));
+    let weights = weights.as_flattened().chunks_exact(P * LANES);
+    for (weights, v_row) in weights.zip(v.v.chunks_exact(v.row_width)) {
+        let weights = weights[lane..lane + R].try_into().expect("R weights");
+        multiply::<R, C, FMA>(&mut sums, weights, exactly(&v_row[v.from + column..][..C]));
     }
-    for r in 0..R {
-        acc[r * width + column] = sums[r][0];
-        acc[r * width + column + 1] = sums[r][1];
+    for (r, sums) in sums.iter().enumerate() {
+        acc[r * width + column..][..C].copy_from_slice(sums);
     }
 }
 
@@ -465,12 +553,6 @@ fn weigh_tile<const R: usize, const FMA: bool>(
 #[inline(always)]
 fn mul_add<const FMA: bool>(a: f32, b: f32, c: f32) -> f32 {
     if FMA { a.mul_add(b, c) } else { a * b + c }
-}
-
-/// The sum of the lanes, as a tree.
-#[inline(always)]
-fn total(l: Lanes) -> f32 {
-    ((l[0] + l[4]) + (l[2] + l[6])) + ((l[1] + l[5]) + (l[3] + l[7]))
 }
 
 /// e^x for x <= 0, to 2 units in the last place; 0 below -87, where the result would be subnormal; NaN for NaN.

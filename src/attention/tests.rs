@@ -142,10 +142,19 @@ fn check(shape: &Shape, element: Element, shift: u32, tokens: usize, queries: us
     let blocks = Blocks::new(shape, element, Layout::PlaneMajor, shift, &k, &v);
     let answer = run(shape, element, &blocks.paged(), tokens, &q);
 
+    // What a machine without fused multiply-add runs.
+    let mut unfused = vec![f32::NAN; q.len()];
+    let kv = &blocks.paged();
+    let call = kernel::Call { shape, kv, kv_tokens: tokens, heads: 0..shape.kv_heads, queries, q: &q };
+    // SAFETY: the blocks hold `tokens` rows.
+    unsafe { kernel::run_plain::<false>(&call, element, &mut unfused, &mut kernel::Scratch::default()) };
+
     let want = by_definition(shape, tokens, &q, &rounded(element, &k), &rounded(element, &v));
     for (n, (got, want)) in answer.iter().zip(&want).enumerate() {
         let off = (f64::from(*got) - want).abs();
         assert!(off <= 4e-6, "{shape:?} {element:?}: value {n} is {got}, not {want}");
+        let off = (f64::from(unfused[n]) - want).abs();
+        assert!(off <= 4e-6, "{shape:?} {element:?}: value {n} is {} without fusing, not {want}", unfused[n]);
     }
 
     let rows = Blocks::new(shape, element, Layout::TokenMajor, shift, &k, &v);
@@ -304,17 +313,22 @@ fn scores_of_any_size_neither_overflow_nor_vanish() {
 
 #[test]
 fn a_row_that_is_not_a_number_shows_in_the_answer_of_those_who_see_it_only() {
-    let shape = Shape::new(2, 1, 16);
+    let shape = Shape { window: Some(20), ..Shape::new(2, 1, 16) };
     let tokens = 80;
     let mut values = Values(17);
-    let mut k = values.many(tokens * 16);
+    let k = values.many(tokens * 16);
     let v = values.many(tokens * 16);
     let q = values.many(2 * tokens * 16);
-    k[50 * 16] = f32::NAN;
-    let (k, v) = (stored(Element::F16, &k), stored(Element::F16, &v));
-    let out = run(&shape, Element::F16, &contiguous(&shape, Element::F16, &k, &v, 16), tokens, &q);
-    for (query, row) in out.chunks_exact(2 * 16).enumerate() {
-        assert!(row.iter().all(|o| o.is_nan() == (query >= 50)), "query {query}");
+    let mut spoilt = [k, v];
+    for (n, value) in [(0, f32::NAN), (1, f32::NAN), (1, f32::INFINITY)] {
+        let good = std::mem::replace(&mut spoilt[n][50 * 16], value);
+        let [k, v] = [0, 1].map(|n| stored(Element::F16, &spoilt[n]));
+        let out = run(&shape, Element::F16, &contiguous(&shape, Element::F16, &k, &v, 16), tokens, &q);
+        for (query, row) in out.chunks_exact(2 * 16).enumerate() {
+            let seen = (50..70).contains(&query);
+            assert_eq!(row.iter().any(|o| !o.is_finite()), seen, "query {query}, plane {n}, {value}");
+        }
+        spoilt[n][50 * 16] = good;
     }
 }
 

@@ -119,7 +119,18 @@ impl Broker {
 
     /// Takes back extents in which nobody has a block in use, as many as are needed.
     fn make_room(&mut self, tenant: Tenant, cut: &Cut, least: u64) {
-        for extent in self.state.pool.idle(tenant, cut.format) {
+        let pool = &self.state.pool;
+        let is_own = |e: &ExtentId| pool.extents()[e].owned().is_some_and(|o| o.tenant == tenant);
+        // The tenant's own first: at its limit, nothing else helps.
+        let (own, others): (Vec<_>, Vec<_>) = pool.idle(tenant, cut.format).into_iter().partition(is_own);
+        let may = self.extent_limit(tenant).saturating_sub(pool.extents_of(tenant) - own.len() as u32);
+        let idle = pool.clean_extents() + pool.soon_clean() + (own.len() + others.len()) as u32;
+        let reach = pool.free_places(tenant, cut.format) + u64::from(idle.min(may)) * u64::from(cut.slots);
+        if reach < least {
+            // Nobody loses an extent for a request that is refused all the same.
+            return;
+        }
+        for extent in own.into_iter().chain(others) {
             if self.available(tenant, cut).1 >= least {
                 return;
             }
@@ -183,6 +194,7 @@ impl Broker {
         });
         let mut reply = self.grant_reply(tokens, blocks.collect());
         reply.scrub = scrub;
+        reply.granted = taken.iter().map(|t| t.block).collect();
         Answer::Now(reply)
     }
 

@@ -9,6 +9,8 @@
 //! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
 
 mod grant;
+#[cfg(test)]
+mod model_test;
 pub mod prefix;
 mod record;
 mod report;
@@ -219,8 +221,10 @@ struct Reply {
     session: u64,
     body: Writer,
     extents: Vec<ExtentId>,
-    /// Zeros to be written before the reply leaves, and the blocks that it would hand over.
+    /// Zeros to be written before the reply leaves.
     scrub: Vec<BlockId>,
+    /// Blocks that become the client's credit with it.
+    granted: Vec<BlockId>,
 }
 
 /// One connection.
@@ -280,7 +284,15 @@ enum Waiting {
     /// For extents: the request is tried again when one has been renewed.
     Extents(Vec<u8>),
     /// For zeros: then this goes out.
-    Zeros { ticket: u64, output: Output, verb: Verb, sequence: u64, blocks: Vec<BlockId> },
+    Zeros {
+        ticket: u64,
+        output: Output,
+        verb: Verb,
+        sequence: u64,
+        /// All that the reply hands over, and the extents whose descriptors go with it.
+        granted: Vec<BlockId>,
+        extents: Vec<ExtentId>,
+    },
 }
 
 /// The broker.
@@ -475,7 +487,8 @@ impl Broker {
         let pieces = reply.scrub.iter().filter_map(|b| self.piece(*b)).collect();
         self.state.counters.scrubbed += reply.scrub.len() as u64;
         self.jobs.push_back(Job::Scrub { ticket, pieces });
-        self.waiting.insert(client, Waiting::Zeros { ticket, output, verb, sequence, blocks: reply.scrub });
+        let Reply { granted, extents, .. } = reply;
+        self.waiting.insert(client, Waiting::Zeros { ticket, output, verb, sequence, granted, extents });
     }
 
     /// Where a block's bytes are.
@@ -511,6 +524,11 @@ impl Broker {
     /// Whether the client has a request that is not answered yet: the driver reads no more of it until then.
     pub fn is_waiting(&self, client: ClientId) -> bool {
         self.waiting.contains_key(&client)
+    }
+
+    /// Whether there is anything to be carried to clients or to the worker.
+    pub fn has_work(&self) -> bool {
+        !(self.outbox.is_empty() && self.jobs.is_empty())
     }
 
     /// Messages to be carried to clients, oldest first.
@@ -550,13 +568,19 @@ impl Broker {
             |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if *t == ticket);
         // The client may have gone meanwhile; then its blocks are free already.
         let Some((&client, _)) = self.waiting.iter().find(is_it) else { return };
-        let Some(Waiting::Zeros { output, verb, sequence, blocks, .. }) = self.waiting.remove(&client) else {
+        let Some(Waiting::Zeros { output, verb, sequence, granted, extents, .. }) =
+            self.waiting.remove(&client)
+        else {
             return;
         };
         let Err(error) = result else { return self.outbox.push_back(output) };
-        for block in blocks {
+        // All of the grant goes back, not only what could not be zeroed: the client gets to know none of it.
+        for block in granted {
             let freed = self.state.pool.free_credit(block, client);
             debug_assert_eq!(freed, Ok(()));
+        }
+        for extent in extents {
+            self.state.pool.remove_holder(extent, client);
         }
         log::error!("zeroing blocks for client {} failed: {error}", client.0);
         let why = Refused::new(Fault::BrokerFault, format!("the blocks could not be zeroed: {error}"));

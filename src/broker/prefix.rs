@@ -74,9 +74,10 @@ pub struct Prefixes {
 }
 
 impl Prefixes {
-    /// Publishes `block` under `name`; `false` if another block has that name already, which stays.
+    /// Publishes `block` under `name`; `false` if another block has that name already, which stays, or if the block
+    /// has another name already: what it holds was true of its first name, and it has only one entry to be forgotten by.
     pub fn publish(&mut self, name: Digest, block: BlockId, tenant: Tenant, tokens: u32) -> bool {
-        if self.nodes.contains_key(&name) {
+        if self.nodes.contains_key(&name) || self.by_place.contains_key(&block.place) {
             return false;
         }
         self.nodes.insert(name, Node { block, tenant, pins: BTreeSet::new(), tokens });
@@ -159,6 +160,7 @@ mod tests {
         assert_eq!(index.pin(&[1; 32], [1; 32], false), None);
         assert_eq!(index.pin(&[1; 32], [1; 32], false), None, "unpinning twice counts once");
         assert_eq!(index.pin(&[1; 32], [2; 32], false), Some(block));
+        assert!(!index.publish([2; 32], block, Tenant(7), 16), "a block has one name");
         index.forget(block.place);
         assert_eq!(index.look_up(&[1; 32]), None);
         assert_eq!(index.stats(), PrefixStats { blocks: 0, pinned: 0, queries: 1, hits: 0 });

@@ -8,7 +8,12 @@
 use sha2::{Digest as _, Sha256};
 use thiserror::Error;
 
-use super::{Broker, State};
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use super::{Broker, Policy, State};
+use crate::heap::{Buffer, Heap};
+use crate::id::ExtentId;
 
 const MAGIC: &[u8; 8] = b"KVBSTATE";
 const VERSION: u32 = 1;
@@ -28,6 +33,8 @@ pub enum RecordError {
     Checksum,
     #[error("the state record does not decode: {0}")]
     Decode(#[from] postcard::Error),
+    #[error("the state record names {0}, whose buffer is not there")]
+    NoBuffer(ExtentId),
 }
 
 impl Broker {
@@ -41,6 +48,32 @@ impl Broker {
         out.extend_from_slice(&Sha256::digest(&body));
         out.extend_from_slice(&body);
         out
+    }
+
+    /// The broker that wrote `record`, over the buffers that it had then. Extents that were being renewed need none:
+    /// that is begun anew. What was on its way to clients is not in a record, nor are requests that waited.
+    pub fn from_record(
+        record: &[u8],
+        heap: Arc<dyn Heap>,
+        policy: Policy,
+        buffers: BTreeMap<ExtentId, Buffer>,
+    ) -> Result<Self, RecordError> {
+        let mut state = read(record)?;
+        state.pool.renew_again();
+        let mut broker = Broker::empty(heap, state.pool.extent_bytes(), policy);
+        broker.wanted_extents = state.pool.extents().len() as u32;
+        broker.buffers = buffers.into_iter().map(|(id, buffer)| (id, Arc::new(buffer))).collect();
+        let extents = state.pool.extents();
+        broker.buffers.retain(|id, _| extents.contains_key(id));
+        let missing = |(id, e): (&ExtentId, &crate::pool::Extent)| {
+            (e.usage != crate::pool::Use::Dirty && !broker.buffers.contains_key(id)).then_some(*id)
+        };
+        if let Some(id) = extents.iter().find_map(missing) {
+            return Err(RecordError::NoBuffer(id));
+        }
+        broker.state = state;
+        broker.settle();
+        Ok(broker)
     }
 
     /// Whether `record`, read back, is the state that this broker has now.

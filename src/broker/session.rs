@@ -1,7 +1,8 @@
 //! One token sequence, as the broker knows it.
 //!
 //! Owns the block table that counts: a block stands in as many tables as it has references in the pool. Invariants:
-//! entries below `sealed` are sealed blocks and `names` has the name of each; a table names only blocks in use.
+//! entries below `sealed` are sealed blocks and `names` has the name of each that is still there, and of the one before
+//! them, so that a sliding window can go on for ever in bounded memory; a table names only blocks in use.
 
 use serde::{Deserialize, Serialize};
 
@@ -27,14 +28,33 @@ pub struct Session {
     pub head: u32,
     /// The blocks from `head` on.
     pub table: Vec<BlockId>,
-    /// Names of the sealed blocks from the start of the sequence, dropped ones included.
+    /// Names of the sealed blocks from number `names_from` on.
     pub names: Vec<Digest>,
+    /// Sealed blocks whose names are not kept: they are dropped, and so is their successor.
+    pub names_from: u32,
 }
 
 impl Session {
     /// Number of the first block that has not been sealed.
     pub fn sealed(&self) -> u32 {
-        self.names.len() as u32
+        self.names_from + self.names.len() as u32
+    }
+
+    /// Blocks from this number on are not sealed.
+    pub fn unseal_from(&mut self, number: u32) {
+        self.names.truncate(number.saturating_sub(self.names_from) as usize);
+    }
+
+    /// Drops blocks before this number from the head of the table.
+    pub fn drop_head(&mut self, head: u32) -> Vec<BlockId> {
+        let dropped = self.table.drain(..(head - self.head) as usize).collect();
+        self.head = head;
+        // The name before the first one that is there is the parent of what is sealed next.
+        let needless = head.saturating_sub(1).min(self.sealed().saturating_sub(1));
+        let needless = needless.saturating_sub(self.names_from);
+        self.names.drain(..needless as usize);
+        self.names_from += needless;
+        dropped
     }
 
     /// Number of the block after the last one of the table.

@@ -154,6 +154,7 @@ impl Broker {
             head: 0,
             table: Vec::new(),
             names: Vec::new(),
+            names_from: 0,
         };
         let id = self.add_session(session)?;
         let mut reply = Reply { session: id.0, ..Reply::default() };
@@ -203,7 +204,11 @@ impl Broker {
             return Err(Refused::bad(text));
         }
         let tokens_per_block = u64::from(self.state.formats[&s.format].profile.tokens_per_block());
-        let end = u64::from(first) + blocks.len() as u64;
+        let end = u64::from(s.end()).max(u64::from(first) + blocks.len() as u64);
+        if end > u64::from(u32::MAX) {
+            let text = format!("{id}: block {end} of one sequence is more than can be numbered");
+            return Err(Refused::new(Fault::NeverFits, text).numbers(end, u32::MAX.into()));
+        }
         if report.tokens.get() > end * tokens_per_block {
             let text = format!("{id}: {} tokens do not fit a table of {end} blocks", report.tokens);
             return Err(Refused::bad(text));
@@ -222,24 +227,25 @@ impl Broker {
                 return Err(Refused::bad(format!("{claim} is of another format than {id}")));
             }
         }
-        let old: Vec<BlockId> = self.session_mut(id).table.drain(at..).collect();
         let new: Vec<BlockId> = blocks.iter().map(wire::WireBlock::id).collect();
+        let s = self.session_mut(id);
+        // Entries behind the report stay: a long table is reported in several messages.
+        let until = s.table.len().min(at + new.len());
+        let old: Vec<BlockId> = s.table.splice(at..until, new.iter().copied()).collect();
+        s.tokens = report.tokens.get();
+        let changed = (0..old.len()).find(|&i| new[i] != old[i]);
+        if let Some(changed) = changed {
+            s.unseal_from(first + changed as u32);
+        }
         for (i, claim) in new.iter().enumerate() {
             if old.get(i) != Some(claim) {
                 self.state.pool.hold(*claim, client)?;
             }
         }
-        let changed = (0..old.len()).find(|&i| new.get(i) != old.get(i));
         for (i, block) in old.iter().enumerate().rev() {
-            if new.get(i) != Some(block) {
+            if new[i] != *block {
                 self.let_go(*block, None);
             }
-        }
-        let s = self.session_mut(id);
-        s.table.extend(new);
-        s.tokens = report.tokens.get();
-        if let Some(changed) = changed {
-            s.names.truncate(first as usize + changed);
         }
         Ok(())
     }
@@ -298,12 +304,13 @@ impl Broker {
         let old_head = s.head;
         let s = self.session_mut(id);
         let tail = s.table.split_off((keep.max(old_head) - old_head) as usize);
-        let front: Vec<BlockId> = s.table.drain(..(head - old_head) as usize).collect();
-        s.head = head;
+        s.unseal_from(keep);
+        let front = s.drop_head(head);
         s.tokens = tokens;
-        s.names.truncate(keep as usize);
         let mut returned = Vec::new();
         for block in tail.into_iter().rev().chain(front) {
+            // What one reply cannot name is freed: credit that its owner does not know of would be lost.
+            let to_credit = to_credit.filter(|_| returned.len() < MAX_BLOCKS);
             if self.let_go(block, to_credit) == Dropped::Credit {
                 returned.push((block, wire::RETURNED));
             }

@@ -37,6 +37,7 @@ pub(super) struct Arena {
     base: NonNull<u8>,
     bytes: usize,
     extent_bytes: usize,
+    made_by: u32,
     places: Mutex<Places>,
     /// Which extent is at each position, 0 for none: the same as in `places`, for the data path.
     ids: Box<[AtomicU32]>,
@@ -58,7 +59,7 @@ impl Arena {
         // The lowest place first, so that a small client stays in a small part of the range.
         let places = Places { free: (0..extents).rev().collect(), ..Places::default() };
         let ids = std::iter::repeat_with(AtomicU32::default).take(extents as usize).collect();
-        Ok(Arena { base, bytes, extent_bytes, places: Mutex::new(places), ids })
+        Ok(Arena { base, bytes, extent_bytes, made_by: std::process::id(), places: Mutex::new(places), ids })
     }
 
     fn places(&self) -> MutexGuard<'_, Places> {
@@ -151,6 +152,10 @@ impl Arena {
 
 impl Drop for Arena {
     fn drop(&mut self) {
+        // In a forked child the extents are not mapped, and something else may be where they were.
+        if std::process::id() != self.made_by {
+            return;
+        }
         // SAFETY: the range was reserved by this arena and nothing outlives it that points into it.
         unsafe { libc::munmap(self.base().cast(), self.bytes) };
     }

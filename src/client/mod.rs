@@ -218,7 +218,8 @@ impl Client {
         Client::embedded_with(options, ClientOptions::default())
     }
 
-    fn embedded_with(embedded: EmbeddedOptions, options: ClientOptions) -> Result<Self, Error> {
+    /// [`embedded`](Self::embedded) with options.
+    pub fn embedded_with(embedded: EmbeddedOptions, options: ClientOptions) -> Result<Self, Error> {
         let extents = u32::try_from(embedded.pool_bytes / embedded.extent_bytes.max(1)).unwrap_or(u32::MAX);
         let heap = Arc::new(Memfd::new(false));
         let broker = Broker::new(heap, embedded.extent_bytes, extents, extents, Policy::default())?;
@@ -356,12 +357,7 @@ impl ClientProfile {
 
     /// How much of it there is.
     pub fn room(&self) -> Result<Room, Error> {
-        let query = wire::Query { format: self.format.id.into(), reserved: 0.into() };
-        let reply = self.client.call(Verb::Query, 0, |w| {
-            w.put(&query);
-        })?;
-        let room: wire::Room = read_one(&reply)?;
-        Ok(Room { capacity: room.capacity.get(), free: room.free.get(), held: room.held.get() })
+        self.client.room(&self.format)
     }
 
     /// Takes `blocks` blocks as credit now, all or none, so that growing by as much cannot be refused later.
@@ -434,10 +430,22 @@ impl Shared {
         self.take_in(&mut link)
     }
 
+    fn room(&self, format: &Format) -> Result<Room, Error> {
+        let query = wire::Query { format: format.id.into(), reserved: 0.into() };
+        let reply = self.call(Verb::Query, 0, |w| {
+            w.put(&query);
+        })?;
+        let room: wire::Room = read_one(&reply)?;
+        Ok(Room { capacity: room.capacity.get(), free: room.free.get(), held: room.held.get() })
+    }
+
     fn call(&self, verb: Verb, session: u64, fill: impl FnOnce(&mut Writer)) -> Result<Message, Error> {
         let mut link = self.link()?;
         let reply = link.call(verb, session, self.options.timeout, fill);
-        self.take_in(&mut link)?;
+        // What the broker has done is done, whatever else it had to say.
+        if let Err(e) = self.take_in(&mut link) {
+            log::debug!("taking in what the broker says: {e}");
+        }
         reply
     }
 
@@ -534,12 +542,18 @@ impl Shared {
                 w.put(&wire::Free { count: (grant.blocks.len() as u32).into(), reserved: 0.into() });
                 w.put_blocks(grant.blocks.iter().map(|(block, _)| *block));
             })?;
-            for extent in grant.extents {
-                self.arena.unmap(extent);
-                self.send_return(link, extent)?;
-            }
+            self.return_extents(link, &grant.extents)?;
         }
         taken
+    }
+
+    /// Extents that came with a grant which cannot be used: the broker must know that they are not here.
+    fn return_extents(&self, link: &mut Link, extents: &[ExtentId]) -> Result<(), Error> {
+        for &extent in extents {
+            self.arena.unmap(extent);
+            self.send_return(link, extent)?;
+        }
+        Ok(())
     }
 
     fn send_return(&self, link: &mut Link, extent: ExtentId) -> Result<(), Error> {
@@ -577,7 +591,10 @@ impl Shared {
                 w.put_blocks(names);
             });
             if let Err(e) = sent {
-                some.iter().for_each(|s| format.credits.give(*s));
+                // After a timeout nobody knows whether the broker has them: nobody uses them here any more.
+                if !matches!(e, Error::Timeout(_)) {
+                    some.iter().for_each(|s| format.credits.give(*s));
+                }
                 return Err(e);
             }
         }

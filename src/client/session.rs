@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 
 use super::credit::Spare;
 use super::view::View;
-use super::{Error, Format, PlaneView, Shared, read_one};
+use super::{Error, Format, ParsedGrant, PlaneView, Shared, read_one};
 use crate::attention::{PAGE_SHIFT, Paged};
 use crate::id::BlockId;
 use crate::profile::{Kv, Profile};
@@ -205,8 +205,11 @@ impl Session {
         Ok(())
     }
 
-    /// Takes blocks: from credit, and what is missing from the broker.
+    /// Takes blocks: from credit, and what is missing from the broker. All or none.
     fn take(&mut self, count: usize) -> Result<Vec<Spare>, Error> {
+        if count > MAX_FDS && count > self.format.credits.count() as usize {
+            self.admit(count)?;
+        }
         let mut got: Vec<Spare> = Vec::with_capacity(count);
         let from_credit = |got: &mut Vec<Spare>| {
             let missing = count - got.len();
@@ -214,9 +217,13 @@ impl Session {
         };
         from_credit(&mut got);
         if got.len() < count && self.client.is_asked(&self.format) {
-            self.client.poll()?;
+            if let Err(e) = self.client.poll() {
+                got.into_iter().for_each(|spare| self.format.credits.give(spare));
+                return Err(e);
+            }
             from_credit(&mut got);
         }
+        let had = got.len();
         while got.len() < count {
             match self.refill(count - got.len()) {
                 Ok(spares) => {
@@ -226,12 +233,41 @@ impl Session {
                     ahead.iter().for_each(|spare| self.format.credits.give(*spare));
                 }
                 Err(e) => {
+                    // What came for this call goes back: as credit, a refusal would keep it from everybody else.
+                    let came = got.split_off(had);
                     got.into_iter().for_each(|spare| self.format.credits.give(spare));
+                    if let Err(why) = self.client.free(&self.format, came) {
+                        log::debug!("session {}: blocks stay credit: {why}", self.id);
+                    }
                     return Err(e);
                 }
             }
         }
         Ok(got)
+    }
+
+    /// Refuses at once what takes several requests and cannot all be granted.
+    fn admit(&self, count: usize) -> Result<(), Error> {
+        let room = self.client.room(&self.format)?;
+        let needed = count as u64;
+        let all = needed.saturating_add((self.entries.len() - self.head) as u64);
+        let ready = room.free + u64::from(self.format.credits.count());
+        let (fault, needed, available) = if all > room.capacity {
+            (wire::Fault::NeverFits, all, room.capacity)
+        } else if needed > ready {
+            (wire::Fault::Busy, needed, ready)
+        } else {
+            return Ok(());
+        };
+        let text = match fault {
+            wire::Fault::NeverFits => format!(
+                "{needed} blocks will never fit: this tenant can hold at most {available} of this format"
+            ),
+            _ => format!(
+                "{needed} blocks are needed, {available} can be had now; close or trim sessions, or try again later"
+            ),
+        };
+        Err(Error::Refused { fault, needed, available, text })
     }
 
     /// Asks the broker for blocks and waits. What was asked for ahead counts.
@@ -448,9 +484,10 @@ impl Session {
         }
         let keep = tokens.div_ceil(self.per_block()).max(self.head);
         if keep < self.entries.len() {
-            self.send_trim(tokens, self.head, self.entries.len() - keep)?;
-            for index in keep..self.entries.len() {
-                self.hide(index)?;
+            self.hide_all(keep..self.entries.len())?;
+            if let Err(e) = self.send_trim(tokens, self.head, self.entries.len() - keep) {
+                self.show_again(keep..self.entries.len());
+                return Err(e);
             }
             self.entries.truncate(keep);
             self.table.truncate(keep);
@@ -472,9 +509,10 @@ impl Session {
         }
         let head = first >> self.shift();
         if head > self.head {
-            self.send_trim(self.tokens, head, head - self.head)?;
-            for index in self.head..head {
-                self.hide(index)?;
+            self.hide_all(self.head..head)?;
+            if let Err(e) = self.send_trim(self.tokens, head, head - self.head) {
+                self.show_again(self.head..head);
+                return Err(e);
             }
             self.head = head;
         }
@@ -500,8 +538,9 @@ impl Session {
                 }
                 Ok(())
             }
-            // Nobody is there to take them: what is dropped is simply unused until this process ends.
-            Err(Error::Lost(_)) => Ok(()),
+            // Nobody is there to take them, or nobody knows whether they were taken: what is dropped is simply unused
+            // until this process ends. The next call that needs the broker says what is wrong.
+            Err(Error::Lost(_) | Error::Timeout(_)) => Ok(()),
             Err(e) => Err(e),
         }
     }
@@ -543,15 +582,17 @@ impl Session {
             let from = self.sealed;
             let to = end.min(from + (MAX_TOKENS >> shift).max(1));
             let tokens = &ids[from << shift..to << shift];
-            self.call(Verb::Seal, |w, report, blocks| {
+            let sealed = self.call(Verb::Seal, |w, report, blocks| {
                 let (from, count) = (from as u32, tokens.len() as u32);
                 w.put(&wire::Seal { report, from: from.into(), count: count.into() });
                 w.put_tokens(tokens).put_blocks(blocks.iter().copied());
-            })?;
-            for index in from..to {
-                self.entries[index].shared = true;
-                self.show(index)?;
+            });
+            // Without an answer they may be published: then they must not be written here either.
+            if matches!(sealed, Ok(_) | Err(Error::Lost(_) | Error::Timeout(_))) {
+                self.entries[from..to].iter_mut().for_each(|e| e.shared = true);
+                (from..to).try_for_each(|index| self.show(index))?;
             }
+            sealed?;
             self.sealed = to;
         }
         Ok(self.sealed << shift)
@@ -573,17 +614,23 @@ impl Session {
                 w.put(&wire::Attach { count: (some.len() as u32).into(), more: u32::from(more).into() });
                 w.put_tokens(some);
             })?;
-            let (tokens, blocks) = match self.client.take_over(reply) {
+            let extents = ParsedGrant::parse(&reply)?.extents;
+            let before = self.entries.len();
+            let taken = self.client.take_over(reply).and_then(|(tokens, blocks)| {
+                blocks.iter().try_for_each(|(spare, _)| self.push(*spare, true))?;
+                Ok((tokens, blocks.len()))
+            });
+            let (tokens, found) = match taken {
                 Ok(taken) => taken,
                 Err(e) => {
-                    self.forget_from(self.entries.len())?;
+                    let _ = self.hide_all(before..self.entries.len());
+                    self.entries.truncate(before);
+                    self.table.truncate(before);
+                    self.forget_from(before)?;
+                    self.client.return_extents(&mut *self.client.link()?, &extents)?;
                     return Err(e);
                 }
             };
-            let found = blocks.len();
-            for (spare, _) in blocks {
-                self.push(spare, true)?;
-            }
             self.reported = self.entries.len();
             self.sealed = self.entries.len();
             self.tokens = tokens as usize;
@@ -666,8 +713,21 @@ impl Session {
         self.views[view].show(&self.client.arena, block.place.extent, offset, index, !shared)
     }
 
-    fn hide(&mut self, index: usize) -> Result<(), Error> {
-        self.views.iter().try_for_each(|view| view.hide(index))
+    /// Makes blocks invisible in all views, or none of them.
+    fn hide_all(&mut self, range: Range<usize>) -> Result<(), Error> {
+        let hidden = range.clone().try_for_each(|i| self.views.iter().try_for_each(|view| view.hide(i)));
+        if hidden.is_err() {
+            self.show_again(range);
+        }
+        hidden
+    }
+
+    fn show_again(&mut self, range: Range<usize>) {
+        for index in range {
+            if let Err(e) = self.show(index) {
+                log::error!("session {}: block {index} of a view: {e}", self.id);
+            }
+        }
     }
 }
 

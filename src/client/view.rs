@@ -42,6 +42,7 @@ pub(super) struct View {
     block_bytes: usize,
     blocks: usize,
     tokens_per_block: usize,
+    made_by: u32,
     _promise: Promise,
 }
 
@@ -77,8 +78,9 @@ impl View {
         let promise = Promise::new(blocks + 1)?;
         let map = |source| Error::Map { what: format!("a view of {bytes} bytes"), source };
         // SAFETY: the range is new; at a given address it only succeeds where nothing is mapped.
-        let base = unsafe { arena::map_zero(address, bytes, false) }.map_err(map)?;
-        Ok(View { base: base.as_ptr(), plane, block_bytes, blocks, tokens_per_block, _promise: promise })
+        let base = unsafe { arena::map_zero(address, bytes, false) }.map_err(map)?.as_ptr();
+        let made_by = std::process::id();
+        Ok(View { base, plane, block_bytes, blocks, tokens_per_block, made_by, _promise: promise })
     }
 
     /// What the engine is told.
@@ -127,6 +129,10 @@ impl View {
 
 impl Drop for View {
     fn drop(&mut self) {
+        // In a forked child the range is not mapped, and something else may be where it was.
+        if std::process::id() != self.made_by {
+            return;
+        }
         // SAFETY: the range is this view's; the session hands out its address for its own life only.
         unsafe { arena::unmap(self.base, self.blocks * self.block_bytes) };
     }

@@ -15,6 +15,10 @@ use crate::seqpacket::SeqPacket;
 
 /// Events that a client may leave unread before it is dropped.
 const MOST_QUEUED: usize = 256;
+/// What the kernel may count as unread just after the last message was read: it wakes the sender one byte before it
+/// has counted down to nothing, and whoever looked in that moment would wait for ever. A message counts several
+/// hundred bytes.
+const UNREAD_NOISE: usize = 64;
 
 /// See the module.
 #[derive(Debug)]
@@ -61,7 +65,7 @@ impl Connection {
     pub fn flush(&mut self) -> Flushed {
         while let Some(output) = self.queue.front() {
             let fds: Vec<BorrowedFd<'_>> = output.buffers.iter().filter_map(|b| b.fd()).collect();
-            if !fds.is_empty() && self.socket.unread_by_peer().is_ok_and(|bytes| bytes > 0) {
+            if !fds.is_empty() && has_unread(&self.socket) {
                 return Flushed::Unread;
             }
             match self.socket.send(&output.message, &fds) {
@@ -81,6 +85,11 @@ impl Connection {
         }
         Flushed::All
     }
+}
+
+/// Whether the peer has messages that it has not read.
+pub(super) fn has_unread(socket: &SeqPacket) -> bool {
+    socket.unread_by_peer().is_ok_and(|bytes| bytes > UNREAD_NOISE)
 }
 
 impl AsFd for Connection {

@@ -70,8 +70,9 @@ impl Listener {
         Ok(Listener { fd, bound: Some(path.into()), reserve: reserve() })
     }
 
-    /// The next one who wants to talk; `None` when there is nobody. At the limit of open files the caller is hung up on
-    /// at once, so that the loop does not spin on him.
+    /// The next one who wants to talk; `None` when there is nobody, or nobody more in this turn. At the limit of open
+    /// files the caller is hung up on at once, so that the loop does not spin on him; one in a turn, so that a flood of
+    /// callers does not keep the loop from those who are connected.
     pub fn accept(&mut self) -> io::Result<Option<OwnedFd>> {
         loop {
             let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
@@ -90,6 +91,7 @@ impl Listener {
                         return Err(e.into());
                     }
                     log::warn!("a connection was refused: the daemon may open no more files (LimitNOFILE)");
+                    return Ok(None);
                 }
                 Err(e) => return Err(e.into()),
             }

@@ -3,7 +3,7 @@
 //! Owns all connections. Invariants: every connection gets its turn, one message at a time; nothing here blocks; a
 //! client is gone from the broker in the same turn in which its connection or its process has ended.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::mem::ManuallyDrop;
 use std::os::fd::{AsFd, OwnedFd};
@@ -15,7 +15,7 @@ use nix::sys::signalfd::SignalFd;
 use nix::sys::socket::{getsockopt, sockopt};
 
 use super::admin::{self, Operator, Wait};
-use super::connection::{Connection, Flushed};
+use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
 use super::worker::Worker;
 use crate::broker::{Broker, Peer};
@@ -89,7 +89,7 @@ pub(super) struct Server {
     tombstones: Vec<(u32, SeqPacket)>,
     connections_per_tenant: u32,
     /// Connections whose messages the kernel had no room for.
-    crowded: Vec<ClientId>,
+    crowded: BTreeSet<ClientId>,
     /// Listeners that are left alone until then.
     paused_until: Option<Instant>,
     watchdog: Option<Duration>,
@@ -127,7 +127,7 @@ impl Server {
             next_operator: 1,
             tombstones: Vec::new(),
             connections_per_tenant,
-            crowded: Vec::new(),
+            crowded: BTreeSet::new(),
             paused_until: None,
             watchdog,
             unchecked: false,
@@ -242,7 +242,7 @@ impl Server {
     fn greet(&mut self, fd: OwnedFd) -> Result<(), Box<dyn std::error::Error>> {
         let peer = getsockopt(&fd, sockopt::PeerCredentials)?;
         let uid = peer.uid();
-        self.tombstones.retain(|(_, socket)| socket.unread_by_peer().is_ok_and(|bytes| bytes > 0));
+        self.tombstones.retain(|(_, socket)| has_unread(socket));
         let dead = self.tombstones.iter().filter(|(u, _)| *u == uid).count();
         let live = self.connections.values().filter(|c| c.uid == uid).count();
         if dead > 0 && dead + live >= self.connections_per_tenant as usize {
@@ -250,8 +250,13 @@ impl Server {
                 format!("uid {uid} has left {dead} connections with unread descriptors behind").into()
             );
         }
-        // Without one (older kernels) the socket alone says when the client has gone.
-        let pidfd = getsockopt(&fd, sockopt::PeerPidfd).ok();
+        let pidfd = match getsockopt(&fd, sockopt::PeerPidfd) {
+            Ok(pidfd) => Some(pidfd),
+            // Without one (older kernels) the socket alone says when the client has gone.
+            Err(Errno::ENOPROTOOPT) => None,
+            // The process has gone already, or there is no descriptor left to watch it with.
+            Err(e) => return Err(e.into()),
+        };
         let socket = SeqPacket::from(fd);
         socket.refuse_descriptors();
         let id = self.broker.connect(Peer { uid, pid: peer.pid() })?;
@@ -275,15 +280,12 @@ impl Server {
     /// One client's turn: what waits is sent, else one request is read.
     fn turn(&mut self, id: ClientId, events: EpollFlags) {
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        if connection.has_queued() {
-            return self.flush(id);
-        }
-        if self.broker.is_waiting(id) {
-            // A hang-up is seen also by one who is not listened to.
-            if events.intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
-                self.end(id);
-            }
-            return;
+        if connection.has_queued() || self.broker.is_waiting(id) {
+            // A hang-up is seen also by one who is not listened to, or for whose messages there is no room just now.
+            return match events.intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
+                true => self.end(id),
+                false => self.flush(id),
+            };
         }
         match connection.socket.recv(&mut self.buffer) {
             Ok(r) if r.bytes == 0 => self.end(id),
@@ -310,24 +312,27 @@ impl Server {
         }
     }
 
-    /// Carries messages and jobs from the broker to where they belong.
+    /// Carries messages and jobs from the broker to where they belong, until there are none: a connection that ends
+    /// over it makes new ones, and nobody would come back for them.
     fn carry(&mut self) {
-        for job in self.broker.jobs() {
-            self.worker.order(job);
-        }
-        let mut to = Vec::new();
-        for output in self.broker.outputs() {
-            let id = output.to;
-            let Some(connection) = self.connections.get_mut(&id) else { continue };
-            if connection.queue(output) {
-                to.push(id);
-            } else {
-                log::warn!("client {} (uid {}) does not read: dropped", id.0, connection.uid);
-                self.end(id);
+        while self.broker.has_work() {
+            for job in self.broker.jobs() {
+                self.worker.order(job);
             }
-        }
-        for id in to {
-            self.flush(id);
+            let mut to = BTreeSet::new();
+            for output in self.broker.outputs() {
+                let id = output.to;
+                let Some(connection) = self.connections.get_mut(&id) else { continue };
+                if connection.queue(output) {
+                    to.insert(id);
+                } else {
+                    log::warn!("client {} (uid {}) does not read: dropped", id.0, connection.uid);
+                    self.end(id);
+                }
+            }
+            for id in to {
+                self.flush(id);
+            }
         }
     }
 
@@ -340,7 +345,7 @@ impl Server {
             // Edge-triggered: the socket is writable all along; what counts is the moment at which the client reads.
             Flushed::Unread => EpollFlags::EPOLLOUT | EpollFlags::EPOLLET,
             Flushed::Crowded => {
-                self.crowded.push(id);
+                self.crowded.insert(id);
                 EpollFlags::empty()
             }
             Flushed::End => return self.end(id),
@@ -370,7 +375,7 @@ impl Server {
             let _ = self.epoll.delete(pidfd);
         }
         self.broker.disconnect(id);
-        if connection.socket.unread_by_peer().is_ok_and(|bytes| bytes > 0) {
+        if has_unread(&connection.socket) {
             // The peer may read to the end, and then sees that it is the end.
             connection.socket.shut_down();
             self.tombstones.push((connection.uid, connection.socket));
@@ -379,7 +384,13 @@ impl Server {
 
     fn accept_operators(&mut self) {
         match self.admin.accept() {
-            Ok(Some(fd)) if self.operators.len() < admin::MOST => {
+            Ok(Some(fd)) => {
+                if self.operators.len() >= admin::MOST {
+                    // Who asks gets an answer; who has been connected for longest has to go for it.
+                    if let Some((_, silent)) = self.operators.pop_first() {
+                        let _ = self.epoll.delete(as_fd(&silent));
+                    }
+                }
                 let id = self.next_operator;
                 self.next_operator += 1;
                 let operator = Operator::new(fd);
@@ -388,7 +399,6 @@ impl Server {
                     self.operators.insert(id, operator);
                 }
             }
-            Ok(Some(_)) => log::warn!("an operator was refused: {} are connected", admin::MOST),
             Ok(None) => {}
             Err(e) => self.pause(&e),
         }
@@ -426,7 +436,14 @@ impl Server {
         log::info!("stopping: {} connections end, what they hold stays theirs", self.connections.len());
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
         self.broker.say_goodbye();
-        self.carry();
+        // Not through `carry`: a connection that ends there gives its extents up, and the worker would empty them under
+        // their holder.
+        for output in self.broker.outputs() {
+            if let Some(connection) = self.connections.get_mut(&output.to) {
+                connection.queue(output);
+                connection.flush();
+            }
+        }
         Ok(())
     }
 }

@@ -138,7 +138,15 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let extents = Extents::of(config.pool_bytes, cut.bytes, placement)?;
     let least = config.minimum_bytes.div_ceil(extents.bytes).max(1);
     let as_count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-    let policy = config.policy(extents.bytes, cut.one_block);
+    let mut policy = config.policy(extents.bytes, cut.one_block);
+    let most = connections_within_open_files(extents.count);
+    if policy.connections > most {
+        log::warn!(
+            "limits.connections = {} is more than LimitNOFILE lets: {most} connections are served",
+            policy.connections
+        );
+        policy.connections = most;
+    }
     let per_tenant = policy.connections_per_tenant;
     let mut broker = Broker::new(heap, extents.bytes, as_count(extents.count), as_count(least), policy)?;
     broker.set_reason(why);
@@ -160,6 +168,15 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         log::warn!("systemd could not be told: {e}");
     }
     Ok(server.serve()?)
+}
+
+/// How many connections leave enough descriptors for everything else: an extent that could not be renewed for want of
+/// one would be lost to the pool. A connection takes its socket and its process.
+fn connections_within_open_files(extents: u64) -> u32 {
+    use nix::sys::resource::{Resource, getrlimit};
+    const OWN: u64 = 48;
+    let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
+    u32::try_from(limit.saturating_sub(extents + OWN) / 2).unwrap_or(u32::MAX)
 }
 
 /// Descriptors in unread messages count against this process: as many as the hard limit lets.

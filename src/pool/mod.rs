@@ -527,6 +527,17 @@ impl Pool {
         Some(id)
     }
 
+    /// Whoever was renewing extents is gone: they are dirty again.
+    pub fn renew_again(&mut self) {
+        for (id, extent) in &mut self.extents {
+            if extent.usage == Use::Renewing {
+                extent.usage = Use::Dirty;
+                self.dirty.insert(*id);
+            }
+        }
+        self.renewing = 0;
+    }
+
     /// The old buffer is gone. `renewed`: there is a new one in its stead, whose id is returned.
     pub fn end_renewal(&mut self, extent: ExtentId, renewed: bool) -> Option<ExtentId> {
         match self.extents.get(&extent).map(|e| &e.usage) {

@@ -1,19 +1,20 @@
 //! What the product takes from the kernel: packing, zeros, counts, seals and permissions.
 
 use std::fs;
-use std::io;
-use std::os::fd::{AsFd, AsRawFd};
+use std::io::{self, Write};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::os::unix::fs::MetadataExt;
 
 use nix::errno::Errno;
 use nix::fcntl::{FallocateFlags, SealFlag, fallocate};
 use nix::sys::mman::ProtFlags;
-use nix::sys::stat::fstat;
-use nix::unistd::{Whence, lseek, pipe};
+use nix::sys::stat::{Mode, fchmod, fstat};
+use nix::unistd::{Whence, lseek};
 
 use crate::support::{
     ALICE, AREA, BLOCK, BOB, CMA_HEAP, DAEMON, EXTENT, HEAP_GROUP, Heap, HeapAllocation, KIB, MIB, Map, Peer,
-    SYSTEM_HEAP, as_user, broker_seals, dma_buf_sync, holders, memfd, meminfo, seal, udmabuf,
+    SYSTEM_HEAP, as_user, broker_seals, cma_used, dma_buf_sync, holders, memfd, seal, udmabuf,
+    vmsplice_error,
 };
 
 /// A few pages of the area may be taken by unmovable users before the first test runs: 507 of 512 buffers and 84 of
@@ -86,15 +87,13 @@ fn a_buffer_that_another_tenant_filled_is_zeros_when_it_is_allocated_anew() {
 
 #[test]
 fn the_system_heap_leaves_the_cma_area_alone() {
-    let before = meminfo("CmaFree");
-    let cma = Heap::open(CMA_HEAP).expect("heap").alloc(32 * MIB).expect("alloc");
-    assert!(meminfo("CmaFree") + 32 * MIB <= before + MIB, "a CMA buffer comes from the area");
-    drop(cma);
-
-    let before = meminfo("CmaFree");
-    let system = Heap::open(SYSTEM_HEAP).expect("heap").alloc(32 * MIB).expect("alloc");
-    assert!(meminfo("CmaFree") + MIB >= before, "a system buffer does not");
-    drop(system);
+    for (name, taken) in [(CMA_HEAP, 32 * MIB), (SYSTEM_HEAP, 0)] {
+        let before = cma_used();
+        let buffer = Heap::open(name).expect("heap").alloc(32 * MIB).expect("alloc");
+        assert_eq!(cma_used() - before, taken, "{name}");
+        drop(buffer);
+        assert_eq!(cma_used(), before, "{name} gives it back at once");
+    }
 }
 
 #[test]
@@ -190,13 +189,10 @@ fn pages_of_a_heap_mapping_cannot_be_kept_in_a_pipe_or_read_by_another_process()
         let map = Map::writable(buffer.as_fd(), EXTENT);
         map.fill(0, EXTENT, 0x5a);
 
-        let (_read, write) = pipe().expect("pipe");
-        let part = libc::iovec { iov_base: map.as_ptr().cast(), iov_len: 4096 };
-        // SAFETY: the vector names memory of the mapping, which outlives the call.
-        let spliced = Errno::result(unsafe { libc::vmsplice(write.as_raw_fd(), &part, 1, 0) });
-        assert_eq!(spliced.unwrap_err(), Errno::EFAULT, "vmsplice of {name}");
+        assert_eq!(vmsplice_error(&map), Some(Errno::EFAULT), "vmsplice of {name}");
 
         let mut copy = [0u8; 4096];
+        let part = libc::iovec { iov_base: map.start().as_ptr().cast(), iov_len: 4096 };
         let local = libc::iovec { iov_base: copy.as_mut_ptr().cast(), iov_len: copy.len() };
         // SAFETY: the kernel writes to `copy` at most; the remote side is our own mapping.
         let read = Errno::result(unsafe { libc::process_vm_readv(libc::getpid(), &local, 1, &part, 1, 0) });
@@ -216,7 +212,7 @@ fn scattered_buffers_can_be_mapped_side_by_side_in_any_order() {
     let range = Map::writable(memfd(4 * BLOCK, SealFlag::empty()).as_fd(), 4 * BLOCK);
     let order = [2, 0, 3, 1];
     for (place, &i) in order.iter().enumerate() {
-        let at = range.as_ptr().wrapping_add(place * BLOCK).cast();
+        let at = range.start().as_ptr().wrapping_add(place * BLOCK).cast();
         let (prot, flags) = (libc::PROT_READ | libc::PROT_WRITE, libc::MAP_SHARED | libc::MAP_FIXED);
         // SAFETY: replaces pages of `range` only, which stays alive and is accessed through raw pointers.
         let got = unsafe { libc::mmap(at, BLOCK, prot, flags, buffers[i].as_raw_fd(), 0) };
@@ -321,19 +317,38 @@ fn a_client_that_keeps_a_memfd_reads_zeros_once_the_broker_has_punched_it() {
 }
 
 #[test]
-fn a_prefix_handed_out_read_only_cannot_be_written_by_another_tenant() {
+fn a_sealed_prefix_cannot_be_written_by_another_tenant_even_if_opened_anew() {
+    let both = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     let prefix = memfd(EXTENT, SealFlag::empty());
     Map::writable(prefix.as_fd(), EXTENT).fill(0, EXTENT, 0x11);
     seal(prefix.as_fd(), broker_seals() | SealFlag::F_SEAL_WRITE).expect("seal");
-    let path = format!("/proc/self/fd/{}", prefix.as_raw_fd());
-    let shared = fs::File::open(&path).expect("read-only");
+    let shared = fs::File::open(own_path(prefix.as_fd())).expect("read-only");
     drop(prefix);
     as_user(BOB, || {
         assert!(Map::read_only(shared.as_fd(), EXTENT).is_all(0x11));
-        let both = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
         assert_eq!(Map::new(shared.as_fd(), EXTENT, both).unwrap_err(), Errno::EACCES);
-        let again = fs::OpenOptions::new().write(true).open(format!("/proc/self/fd/{}", shared.as_raw_fd()));
-        assert_eq!(again.unwrap_err().kind(), io::ErrorKind::PermissionDenied);
+        // A memfd's file mode is 0777, so its path opens for writing. It is the seal that protects it.
+        let mut again =
+            fs::OpenOptions::new().read(true).write(true).open(own_path(shared.as_fd())).expect("reopen");
+        assert_eq!(Map::new(again.as_fd(), EXTENT, both).unwrap_err(), Errno::EPERM);
+        assert_eq!(again.write(b"x").unwrap_err().raw_os_error(), Some(libc::EPERM));
+        let punch = FallocateFlags::FALLOC_FL_PUNCH_HOLE | FallocateFlags::FALLOC_FL_KEEP_SIZE;
+        assert_eq!(fallocate(&again, punch, 0, EXTENT as i64).unwrap_err(), Errno::EPERM);
     });
     assert_eq!(udmabuf(shared.as_fd(), &[(0, EXTENT)]).unwrap_err(), Errno::EINVAL);
+}
+
+#[test]
+fn a_memfd_opened_read_only_but_not_sealed_can_be_opened_for_writing_unless_its_mode_forbids_it() {
+    let memory = memfd(EXTENT, broker_seals());
+    let shared = fs::File::open(own_path(memory.as_fd())).expect("read-only");
+    let reopen = || fs::OpenOptions::new().write(true).open(own_path(shared.as_fd()));
+    as_user(BOB, || drop(reopen().expect("mode 0777")));
+    fchmod(&memory, Mode::from_bits_truncate(0o400)).expect("fchmod");
+    as_user(BOB, || assert_eq!(reopen().unwrap_err().raw_os_error(), Some(libc::EACCES)));
+}
+
+/// The path by which a process opens its file descriptor anew.
+fn own_path(fd: BorrowedFd) -> String {
+    format!("/proc/self/fd/{}", fd.as_raw_fd())
 }

@@ -4,8 +4,14 @@
 //! test at a time; tests change to other users by forking. It is of no use outside of that machine: it takes the
 //! whole CMA area and changes the owners of device nodes.
 //!
+//! `service` and `sandbox` need the machine with a real systemd (`scripts/vm systemd`): the installed files seen from
+//! outside, and from inside the daemon's unit. Everything else runs in the small machine.
+//!
 //! `kernel` holds what the kernel itself must do for the product's promises to hold. Its assertions are what the
 //! design rests on, so a kernel on which one of them fails is a kernel that the product must treat differently.
 
+mod iommu;
 mod kernel;
+mod sandbox;
+mod service;
 mod support;

@@ -17,7 +17,7 @@ use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
 use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
 use nix::sys::wait::{WaitStatus, waitpid};
-use nix::unistd::{ForkResult, Gid, Pid, Uid, fork, ftruncate, setgroups, setresgid, setresuid};
+use nix::unistd::{ForkResult, Gid, Pid, Uid, fork, ftruncate, pipe, setgroups, setresgid, setresuid};
 
 pub const KIB: usize = 1 << 10;
 pub const MIB: usize = 1 << 20;
@@ -166,8 +166,8 @@ impl Map {
         Map::new(fd, len, ProtFlags::PROT_READ).expect("read-only mapping")
     }
 
-    pub fn as_ptr(&self) -> *mut u8 {
-        self.start.as_ptr()
+    pub fn start(&self) -> NonNull<u8> {
+        self.start
     }
 
     /// Writes `byte` at `offset..offset + len`.
@@ -209,11 +209,39 @@ pub fn holders(fd: BorrowedFd) -> usize {
     count.trim().parse().expect("count is a number")
 }
 
-/// A field of /proc/meminfo in bytes.
-pub fn meminfo(field: &str) -> usize {
-    let text = fs::read_to_string("/proc/meminfo").expect("/proc/meminfo");
-    let value = text.lines().find_map(|line| line.strip_prefix(field)?.strip_prefix(':')).expect("field");
-    value.trim().trim_end_matches(" kB").parse::<usize>().expect("a number of kB") * KIB
+/// The error of splicing a page of the mapping into a pipe, where it would outlive the mapping.
+pub fn vmsplice_error(map: &Map) -> Option<Errno> {
+    let (_read, write) = pipe().expect("pipe");
+    let page = libc::iovec { iov_base: map.start.as_ptr().cast(), iov_len: 4096 };
+    // SAFETY: the vector names memory of the mapping, which outlives the call.
+    Errno::result(unsafe { libc::vmsplice(write.as_raw_fd(), &page, 1, 0) }).err()
+}
+
+/// The third field of the line of /etc/passwd or /etc/group that starts with `name`.
+fn id(file: &str, name: &str) -> u32 {
+    let text = fs::read_to_string(file).expect("the file of ids");
+    let mut fields = text.lines().map(|line| line.split(':'));
+    let mut fields = fields.find(|line| line.clone().next() == Some(name)).expect("a name with an id");
+    fields.nth(2).expect("an id").parse().expect("a number")
+}
+
+pub fn user_id(name: &str) -> u32 {
+    id("/etc/passwd", name)
+}
+
+pub fn group_id(name: &str) -> u32 {
+    id("/etc/group", name)
+}
+
+/// Bytes of the machine's CMA area that are allocated. `CmaFree` of /proc/meminfo would not do: it counts what each
+/// CPU holds back late, and movable pages of anybody as taken.
+pub fn cma_used() -> usize {
+    let area =
+        fs::read_dir("/sys/kernel/debug/cma").expect("CMA_DEBUGFS").next().expect("an area").expect("entry");
+    let pages = fs::read_to_string(area.path().join("used")).expect("used");
+    // SAFETY: asks for a number.
+    pages.trim().parse::<usize>().expect("a number of pages")
+        * unsafe { libc::sysconf(libc::_SC_PAGESIZE) } as usize
 }
 
 /// A process of another user, which takes turns with the test.

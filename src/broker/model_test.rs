@@ -1,0 +1,1281 @@
+//! The broker against a naive model of what it promises, step by step.
+//!
+//! The model knows nothing of pools, ledgers or indices: it remembers which blocks each client was told it has, what
+//! each session's table must be, and which token sequences were sealed. From that it says for every request what must
+//! come of it. Requests are real messages, wrong ones among them; the worker's jobs are run late and in no fixed
+//! rhythm; now and then the broker is replaced by one that was read back from its own record.
+
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::sync::Arc;
+
+use proptest::prelude::*;
+use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
+
+use super::{Broker, Done, Job, Output, Peer, Policy, Waiting};
+use crate::heap::{Heap, Imaginary};
+use crate::id::{BlockId, ClientId, ExtentId, Place, Tenant};
+use crate::map::page_bytes;
+use crate::profile::Profile;
+use crate::wire::{self, Event, Fault, Reader, Verb, Writer};
+
+const EXTENTS: u32 = 6;
+const PAGES: u64 = 4;
+/// The tenant with a limit, and its limit in extents.
+const LIMITED: (u32, u32) = (1002, 2);
+
+/// Geometries: tokens per block, slots per extent.
+const FORMATS: [(u32, u32); 3] = [(2, 4), (4, 1), (1, 4)];
+
+fn profile(format: usize) -> Profile {
+    let page = page_bytes() as u32;
+    let (tokens, _) = FORMATS[format];
+    let slot = if format == 1 { 3 * page } else { page };
+    Profile::uniform(format!("m{format}"), "f16", 1, slot / tokens / 2, slot / tokens / 2, tokens).unwrap()
+}
+
+/// Numbers that a case is made of: each is used once.
+struct Dice<'a>(std::slice::Iter<'a, u32>);
+
+impl Dice<'_> {
+    fn roll(&mut self, below: usize) -> usize {
+        self.0.next().map_or(0, |n| *n as usize % below.max(1))
+    }
+
+    fn one_in(&mut self, n: usize) -> bool {
+        self.roll(n) == n - 1
+    }
+
+    fn pick<T: Clone>(&mut self, from: &[T]) -> Option<T> {
+        let at = self.roll(from.len());
+        from.get(at).cloned()
+    }
+}
+
+#[derive(Debug, Clone, Default)]
+struct Report {
+    tokens: u64,
+    first: u32,
+    blocks: Vec<BlockId>,
+}
+
+#[derive(Debug, Clone)]
+enum Ask {
+    Open { format: usize, max_tokens: u64 },
+    Reserve { format: usize, want: u32 },
+    Grow { report: Report, want: u32, least: u32 },
+    Trim { report: Report, tokens: u64, head: u32, release: bool },
+    Free { blocks: Vec<BlockId> },
+    Fork { report: Report },
+    Seal { report: Report, from: u32, tokens: Vec<u32> },
+    Pin { report: Report, blocks: u32, on: bool },
+    Attach { tokens: Vec<u32>, more: bool },
+    Return { extent: ExtentId },
+    Query { format: usize },
+    Close { report: Report },
+    Hello,
+}
+
+/// What must come of a request.
+#[derive(Debug, Clone, PartialEq, Eq)]
+enum Must {
+    Refuse(Fault),
+    Wait,
+    /// This many blocks of a format as new credit.
+    Grant {
+        format: usize,
+        blocks: u64,
+    },
+    /// These blocks with these flags, and this many tokens.
+    Blocks {
+        tokens: u64,
+        blocks: Vec<(BlockId, u32)>,
+    },
+    Session,
+    Count {
+        blocks: u32,
+        duplicates: u32,
+    },
+    Room {
+        capacity: u64,
+        free: u64,
+        held: u64,
+    },
+    Nothing,
+}
+
+/// A sequence of tokens of one tenant under one geometry: all that tells a block's contents.
+type Name = (u32, usize, Vec<u32>);
+
+#[derive(Debug, Clone, Default)]
+struct Sequence {
+    client: u64,
+    format: usize,
+    tokens: u64,
+    head: u32,
+    table: Vec<BlockId>,
+    /// Names of the sealed blocks from the start.
+    names: Vec<Name>,
+}
+
+impl Sequence {
+    fn end(&self) -> u32 {
+        self.head + self.table.len() as u32
+    }
+    fn per_block(&self) -> u64 {
+        FORMATS[self.format].0.into()
+    }
+}
+
+#[derive(Debug, Clone, Default)]
+struct Life {
+    credit: Option<u64>,
+    sealed: bool,
+    /// Chains that were pinned and go through it.
+    pins: BTreeSet<Name>,
+    published: Option<Name>,
+}
+
+#[derive(Debug, Clone)]
+struct Waiter {
+    number: u64,
+    ask: Ask,
+    session: u64,
+    /// What has been promised and waits for zeros only.
+    promised: Option<Must>,
+}
+
+#[derive(Debug, Default)]
+struct Model {
+    /// Client to uid and the formats' numbers.
+    clients: BTreeMap<u64, (u32, Vec<u32>)>,
+    sessions: BTreeMap<u64, Sequence>,
+    /// Blocks in use.
+    lives: BTreeMap<BlockId, Life>,
+    /// The newest life of each place that was ever granted, and to whom that was.
+    newest: BTreeMap<Place, (u64, u64)>,
+    /// Extents in a tenant's hands: uid, format, and the clients that know them.
+    owned: BTreeMap<ExtentId, (u32, usize, BTreeSet<u64>)>,
+    clean: u64,
+    renewing: u64,
+    waiters: BTreeMap<u64, Waiter>,
+}
+
+impl Model {
+    fn refs(&self, block: BlockId) -> usize {
+        self.sessions.values().flat_map(|s| &s.table).filter(|b| **b == block).count()
+    }
+
+    fn in_use(&self, extent: ExtentId) -> u64 {
+        self.lives.keys().filter(|b| b.place.extent == extent).count() as u64
+    }
+
+    fn limit(uid: u32) -> u64 {
+        if uid == LIMITED.0 { LIMITED.1.into() } else { u64::MAX }
+    }
+
+    fn extents(&self) -> u64 {
+        self.clean + self.renewing + self.owned.len() as u64
+    }
+
+    fn capacity(&self, uid: u32, format: usize) -> u64 {
+        self.extents().min(Model::limit(uid)) * u64::from(FORMATS[format].1)
+    }
+
+    fn owned_by(&self, uid: u32) -> u64 {
+        self.owned.values().filter(|o| o.0 == uid).count() as u64
+    }
+
+    fn free_places(&self, uid: u32, format: usize) -> u64 {
+        let mine = self.owned.iter().filter(|(_, o)| (o.0, o.1) == (uid, format));
+        mine.map(|(e, _)| u64::from(FORMATS[format].1) - self.in_use(*e)).sum()
+    }
+
+    /// Extents without a block in use that could be taken for (uid, format): the tenant's own, and others'.
+    fn idle(&self, uid: u32, format: usize) -> (u64, u64) {
+        let idle = self.owned.iter().filter(|(e, o)| self.in_use(**e) == 0 && (o.0, o.1) != (uid, format));
+        let own = idle.clone().filter(|(_, o)| o.0 == uid).count() as u64;
+        (own, idle.count() as u64 - own)
+    }
+
+    fn grant(&self, client: u64, format: usize, has: u64, want: u32, least: u32) -> Must {
+        let uid = self.clients[&client].0;
+        let (want, least, slots) = (u64::from(want), u64::from(least), u64::from(FORMATS[format].1));
+        if least > 253 || want > 1024 || least > want {
+            return Must::Refuse(Fault::BadRequest);
+        }
+        if has + least > self.capacity(uid, format) {
+            return Must::Refuse(Fault::NeverFits);
+        }
+        let may = Model::limit(uid) - self.owned_by(uid);
+        let free = self.free_places(uid, format);
+        if free + self.clean.min(may) * slots >= least {
+            let extents = least.saturating_sub(free).div_ceil(slots);
+            return Must::Grant { format, blocks: want.min(free + extents * slots) };
+        }
+        // As many idle extents are taken as it needs, the tenant's own first; none if all of them would not do.
+        let (own, others) = self.idle(uid, format);
+        for taken in 0..=own + others {
+            let may = may.saturating_add(taken.min(own));
+            if free + (self.clean + self.renewing + taken).min(may) * slots >= least {
+                let extents = least.saturating_sub(free).div_ceil(slots);
+                let now = free + self.clean.min(may) * slots >= least;
+                return if now {
+                    Must::Grant { format, blocks: want.min(free + extents * slots) }
+                } else {
+                    Must::Wait
+                };
+            }
+        }
+        let full = self.owned_by(uid) >= Model::limit(uid) && self.clean + self.renewing > 0;
+        Must::Refuse(if full { Fault::OverLimit } else { Fault::Busy })
+    }
+
+    /// What is wrong with a claim that must be credit of `client`.
+    fn claim(&self, claim: BlockId, client: u64) -> Result<usize, Fault> {
+        let Some((_, format, _)) = self.owned.get(&claim.place.extent) else { return Err(Fault::Stale) };
+        if claim.place.slot >= FORMATS[*format].1 {
+            return Err(Fault::BadRequest);
+        }
+        let newest = self.newest.get(&claim.place).map_or(0, |n| n.0);
+        if claim.generation != newest {
+            return Err(Fault::Stale);
+        }
+        match self.lives.get(&claim) {
+            Some(life) if life.credit == Some(client) => Ok(*format),
+            _ => Err(Fault::BadRequest),
+        }
+    }
+
+    fn own_session(&self, client: u64, id: u64) -> Result<&Sequence, Fault> {
+        self.sessions.get(&id).filter(|s| s.client == client).ok_or(Fault::Stale)
+    }
+
+    fn report(&mut self, client: u64, id: u64, report: &Report) -> Result<(), Fault> {
+        let s = self.own_session(client, id)?;
+        if report.first < s.head || report.first > s.end() {
+            return Err(Fault::BadRequest);
+        }
+        let end = u64::from(s.end()).max(u64::from(report.first) + report.blocks.len() as u64);
+        if report.tokens > end * s.per_block() {
+            return Err(Fault::BadRequest);
+        }
+        let at = (report.first - s.head) as usize;
+        let mut new = BTreeSet::new();
+        for (i, block) in report.blocks.iter().enumerate() {
+            if s.table.get(at + i) == Some(block) {
+                continue;
+            }
+            let format = self.claim(*block, client)?;
+            if !new.insert(*block) || format != s.format {
+                return Err(Fault::BadRequest);
+            }
+        }
+        for block in &new {
+            self.lives.get_mut(block).unwrap().credit = None;
+        }
+        let s = self.sessions.get_mut(&id).unwrap();
+        let mut gone = Vec::new();
+        for (i, block) in report.blocks.iter().enumerate() {
+            match s.table.get_mut(at + i) {
+                Some(old) if old != block => {
+                    gone.push(std::mem::replace(old, *block));
+                    s.names.truncate(report.first as usize + i);
+                }
+                Some(_) => {}
+                None => s.table.push(*block),
+            }
+        }
+        s.tokens = report.tokens;
+        gone.into_iter().for_each(|b| self.bury(b));
+        Ok(())
+    }
+
+    /// A block that left a table is gone if no table and no pin holds it.
+    fn bury(&mut self, block: BlockId) {
+        if self.refs(block) == 0 && self.lives[&block].pins.is_empty() {
+            self.lives.remove(&block);
+        }
+    }
+
+    fn published(&self, name: &Name) -> Option<BlockId> {
+        self.lives.iter().find(|(_, l)| l.published.as_ref() == Some(name)).map(|(b, _)| *b)
+    }
+
+    fn publish(&mut self, name: &Name, block: BlockId) -> bool {
+        if self.published(name).is_some() || self.lives[&block].published.is_some() {
+            return false;
+        }
+        self.lives.get_mut(&block).unwrap().published = Some(name.clone());
+        true
+    }
+
+    fn answer(&mut self, client: u64, session: u64, ask: &Ask) -> Must {
+        self.try_answer(client, session, ask).unwrap_or_else(Must::Refuse)
+    }
+
+    fn try_answer(&mut self, client: u64, session: u64, ask: &Ask) -> Result<Must, Fault> {
+        let uid = self.clients[&client].0;
+        match ask {
+            Ask::Hello => Err(Fault::BadRequest),
+            Ask::Open { format, max_tokens } => {
+                let blocks = max_tokens.div_ceil(FORMATS[*format].0.into());
+                let never = blocks > self.capacity(uid, *format);
+                if never { Err(Fault::NeverFits) } else { Ok(Must::Session) }
+            }
+            Ask::Reserve { format, want } => Ok(self.grant(client, *format, 0, *want, *want)),
+            Ask::Grow { report, want, least } => {
+                self.report(client, session, report)?;
+                let s = &self.sessions[&session];
+                Ok(self.grant(client, s.format, s.table.len() as u64, *want, *least))
+            }
+            Ask::Trim { report, tokens, head, release } => {
+                self.report(client, session, report)?;
+                let s = self.sessions.get_mut(&session).unwrap();
+                if *tokens > s.tokens {
+                    return Err(Fault::BadRequest);
+                }
+                let keep = tokens.div_ceil(s.per_block()) as u32;
+                if *head < s.head || *head > keep {
+                    return Err(Fault::BadRequest);
+                }
+                let old_head = s.head;
+                let mut gone = s.table.split_off((keep.max(old_head) - old_head) as usize);
+                gone.reverse();
+                gone.extend(s.table.drain(..(head - old_head) as usize));
+                (s.head, s.tokens) = (*head, *tokens);
+                s.names.truncate(keep as usize);
+                let mut blocks = Vec::new();
+                for block in gone {
+                    let life = &self.lives[&block];
+                    if !release && !life.sealed && life.pins.is_empty() && self.refs(block) == 0 {
+                        self.lives.get_mut(&block).unwrap().credit = Some(client);
+                        blocks.push((block, wire::RETURNED));
+                    } else {
+                        self.bury(block);
+                    }
+                }
+                Ok(Must::Blocks { tokens: *tokens, blocks })
+            }
+            Ask::Free { blocks } => {
+                let mut seen = BTreeSet::new();
+                for block in blocks {
+                    self.claim(*block, client)?;
+                    if !seen.insert(*block) {
+                        return Err(Fault::BadRequest);
+                    }
+                }
+                seen.iter().for_each(|b| _ = self.lives.remove(b));
+                Ok(Must::Nothing)
+            }
+            Ask::Fork { report } => {
+                self.report(client, session, report)?;
+                Ok(Must::Session)
+            }
+            Ask::Seal { report, from, tokens } => {
+                self.report(client, session, report)?;
+                let s = &self.sessions[&session];
+                let per_block = s.per_block() as usize;
+                let sealed = s.names.len() as u32;
+                let blocks = (tokens.len() / per_block) as u32;
+                if *from != sealed || tokens.len() % per_block != 0 || *from < s.head {
+                    return Err(Fault::BadRequest);
+                }
+                if u64::from(from + blocks) * s.per_block() > s.tokens {
+                    return Err(Fault::BadRequest);
+                }
+                let mut name = s.names.last().cloned().unwrap_or((uid, s.format, Vec::new()));
+                let mut duplicates = 0;
+                for (i, some) in tokens.chunks(per_block).enumerate() {
+                    name.2.extend(some);
+                    let s = self.sessions.get_mut(&session).unwrap();
+                    let block = s.table[(*from - s.head) as usize + i];
+                    s.names.push(name.clone());
+                    self.lives.get_mut(&block).unwrap().sealed = true;
+                    duplicates += u32::from(!self.publish(&name, block));
+                }
+                Ok(Must::Count { blocks, duplicates })
+            }
+            Ask::Pin { report, blocks, on } => {
+                self.report(client, session, report)?;
+                let s = &self.sessions[&session];
+                if *blocks == 0 || *blocks as usize > s.names.len() || s.head > 0 {
+                    return Err(Fault::BadRequest);
+                }
+                let chain = s.names[*blocks as usize - 1].clone();
+                let mut changed = 0;
+                let own: Vec<_> =
+                    s.names.iter().cloned().zip(s.table.clone()).take(*blocks as usize).collect();
+                for (name, own) in own {
+                    self.publish(&name, own);
+                    let Some(block) = self.published(&name) else { continue };
+                    let pins = &mut self.lives.get_mut(&block).unwrap().pins;
+                    let before = pins.is_empty();
+                    if *on {
+                        pins.insert(chain.clone())
+                    } else {
+                        pins.remove(&chain)
+                    };
+                    changed += u32::from(before != pins.is_empty());
+                    self.bury(block);
+                }
+                Ok(Must::Count { blocks: changed, duplicates: 0 })
+            }
+            Ask::Attach { tokens, more } => {
+                let s = self.own_session(client, session)?;
+                let per_block = s.per_block() as usize;
+                let whole = s.table.len() * per_block;
+                if s.head > 0 || s.names.len() != s.table.len() || s.tokens != whole as u64 {
+                    return Err(Fault::BadRequest);
+                }
+                let mut name = s.names.last().cloned().unwrap_or((uid, s.format, Vec::new()));
+                let mut found = Vec::new();
+                for some in tokens.chunks_exact(per_block) {
+                    name.2.extend(some);
+                    let Some(block) = self.published(&name) else { break };
+                    found.push((block, name.clone()));
+                }
+                let mut held = whole + found.len() * per_block;
+                if !more && held > 0 && held == whole + tokens.len() {
+                    held -= 1;
+                    if per_block == 1 {
+                        found.pop();
+                    }
+                }
+                let s = self.sessions.get_mut(&session).unwrap();
+                s.tokens = held as u64;
+                for (block, name) in &found {
+                    s.table.push(*block);
+                    s.names.push(name.clone());
+                }
+                let blocks = found.into_iter().map(|(b, _)| (b, wire::SEALED)).collect();
+                Ok(Must::Blocks { tokens: held as u64, blocks })
+            }
+            Ask::Return { extent } => {
+                let knows = self.owned.get(extent).is_some_and(|o| o.2.contains(&client));
+                if !knows {
+                    return Err(Fault::Stale);
+                }
+                let credit =
+                    |(b, l): (&BlockId, &Life)| b.place.extent == *extent && l.credit == Some(client);
+                let mut tables = self.sessions.values().filter(|s| s.client == client).flat_map(|s| &s.table);
+                if self.lives.iter().any(credit) || tables.any(|b| b.place.extent == *extent) {
+                    return Err(Fault::BadRequest);
+                }
+                self.owned.get_mut(extent).unwrap().2.remove(&client);
+                Ok(Must::Nothing)
+            }
+            Ask::Query { format } => {
+                let free = self.free_places(uid, *format);
+                let may = Model::limit(uid) - self.owned_by(uid);
+                let more = (self.clean + self.renewing).min(may) * u64::from(FORMATS[*format].1);
+                let mine = self.owned.iter().filter(|(_, o)| (o.0, o.1) == (uid, *format));
+                let held = mine.map(|(e, _)| self.in_use(*e)).sum();
+                Ok(Must::Room { capacity: self.capacity(uid, *format), free: free + more, held })
+            }
+            Ask::Close { report } => {
+                self.report(client, session, report)?;
+                self.close(session);
+                Ok(Must::Nothing)
+            }
+        }
+    }
+
+    fn close(&mut self, session: u64) {
+        let gone = self.sessions.remove(&session).unwrap();
+        gone.table.into_iter().for_each(|b| self.bury(b));
+    }
+
+    fn disconnect(&mut self, client: u64) {
+        self.clients.remove(&client);
+        self.waiters.remove(&client);
+        let mine: Vec<_> =
+            self.sessions.iter().filter(|(_, s)| s.client == client).map(|(id, _)| *id).collect();
+        mine.into_iter().for_each(|id| self.close(id));
+        self.lives.retain(|_, l| l.credit != Some(client));
+        self.owned.values_mut().for_each(|o| _ = o.2.remove(&client));
+    }
+
+    /// Extents that nobody uses and nobody knows leave their tenant.
+    fn settle(&mut self) {
+        let idle: Vec<_> = self
+            .owned
+            .iter()
+            .filter(|(e, o)| o.2.is_empty() && self.in_use(**e) == 0)
+            .map(|(e, _)| *e)
+            .collect();
+        for extent in idle {
+            self.owned.remove(&extent);
+            self.renewing += 1;
+        }
+    }
+}
+
+struct Run {
+    broker: Broker,
+    model: Model,
+    jobs: VecDeque<Job>,
+    number: u64,
+    /// Ids that once were somebody's: what wrong requests are made of.
+    seen: Vec<BlockId>,
+    /// What was done, for the reader of a failure.
+    log: Vec<String>,
+    granted: u64,
+    found: u64,
+}
+
+fn policy() -> Policy {
+    Policy { extents_of: [(Tenant(LIMITED.0), LIMITED.1)].into(), ..Policy::default() }
+}
+
+impl Run {
+    fn new() -> Self {
+        let bytes = PAGES * page_bytes() as u64;
+        let broker = Broker::new(Arc::new(Imaginary), bytes, EXTENTS, EXTENTS, policy()).unwrap();
+        let model = Model { clean: EXTENTS.into(), ..Model::default() };
+        let (jobs, seen, log) = (VecDeque::new(), Vec::new(), Vec::new());
+        Run { broker, model, jobs, number: 0, seen, log, granted: 0, found: 0 }
+    }
+
+    /// What the broker sends; events are judged here.
+    fn outputs(&mut self) -> VecDeque<Output> {
+        self.jobs.extend(self.broker.jobs());
+        let all = self.broker.outputs();
+        let (events, replies): (VecDeque<_>, VecDeque<_>) =
+            all.into_iter().partition(|o| wire::split(&o.message).unwrap().0.sequence.get() == 0);
+        let mut taken: BTreeMap<ExtentId, BTreeSet<u64>> = BTreeMap::new();
+        for event in events {
+            let (header, body) = wire::split(&event.message).unwrap();
+            assert_eq!(header.opcode.get(), wire::EVENT | Event::GiveBack as u16);
+            let mut r = Reader::new("give back", body);
+            let give: &wire::GiveBack = r.one().unwrap();
+            assert_eq!(give.deadline_ms.get(), 0, "this heap revokes");
+            taken.entry(ExtentId(give.extent.get())).or_default().insert(event.to.0);
+        }
+        for (extent, told) in taken {
+            assert_eq!(self.model.in_use(extent), 0, "{extent} was taken from under somebody");
+            let (_, _, knew) = self.model.owned.remove(&extent).expect("taken from its tenant");
+            assert_eq!(told, knew, "everybody who has {extent} is told");
+            self.model.renewing += 1;
+        }
+        replies
+    }
+
+    fn connect(&mut self, uid: u32) {
+        let Ok(ClientId(id)) = self.broker.connect(Peer { uid, pid: 1 }) else { return };
+        let mut numbers = Vec::new();
+        let hello = wire::Hello {
+            magic: wire::MAGIC.into(),
+            version: wire::VERSION.into(),
+            label: wire::label("model"),
+        };
+        let mut w = Writer::request(Verb::Hello, 1, 0);
+        w.put(&hello);
+        self.broker.request(ClientId(id), &w.finish());
+        for format in 0..FORMATS.len() {
+            let mut w = Writer::request(Verb::Profile, 2, 0);
+            wire::put_profile(&mut w, &profile(format), 0);
+            self.broker.request(ClientId(id), &w.finish());
+        }
+        for output in self.outputs().into_iter().skip(1) {
+            let (header, body) = wire::split(&output.message).unwrap();
+            assert_eq!(header.fault.get(), 0);
+            let format: &wire::Format = Reader::new("format", body).one().unwrap();
+            assert_eq!(format.blocks_per_extent.get(), FORMATS[numbers.len()].1);
+            numbers.push(format.format.get());
+        }
+        self.model.clients.insert(id, (uid, numbers));
+    }
+
+    fn encode(&self, client: u64, session: u64, ask: &Ask) -> Vec<u8> {
+        let number = |format: &usize| self.model.clients[&client].1[*format].into();
+        let wired = |r: &Report| wire::Report {
+            tokens: r.tokens.into(),
+            first: r.first.into(),
+            used: (r.blocks.len() as u32).into(),
+        };
+        let start = |verb| Writer::request(verb, self.number, session);
+        let mut w;
+        match ask {
+            Ask::Hello => {
+                w = start(Verb::Hello);
+                w.put(&wire::Hello::default());
+            }
+            Ask::Open { format, max_tokens } => {
+                w = start(Verb::Open);
+                let max_tokens = (*max_tokens).into();
+                w.put(&wire::Open { format: number(format), max_tokens, ..wire::Open::default() });
+            }
+            Ask::Reserve { format, want } => {
+                w = start(Verb::Reserve);
+                w.put(&wire::Reserve { format: number(format), want: (*want).into() });
+            }
+            Ask::Grow { report, want, least } => {
+                w = start(Verb::Grow);
+                let report_head = wired(report);
+                w.put(&wire::Grow { report: report_head, want: (*want).into(), least: (*least).into() });
+                w.put_blocks(report.blocks.iter().copied());
+            }
+            Ask::Trim { report, tokens, head, release } => {
+                w = start(Verb::Trim);
+                w.put(&wire::Trim {
+                    report: wired(report),
+                    tokens: (*tokens).into(),
+                    head: (*head).into(),
+                    release: u32::from(*release).into(),
+                });
+                w.put_blocks(report.blocks.iter().copied());
+            }
+            Ask::Free { blocks } => {
+                w = start(Verb::Free);
+                w.put(&wire::Free { count: (blocks.len() as u32).into(), reserved: 0.into() });
+                w.put_blocks(blocks.iter().copied());
+            }
+            Ask::Fork { report } => {
+                w = start(Verb::Fork);
+                w.put(&wired(report)).put_blocks(report.blocks.iter().copied());
+            }
+            Ask::Close { report } => {
+                w = start(Verb::Close);
+                w.put(&wired(report)).put_blocks(report.blocks.iter().copied());
+            }
+            Ask::Seal { report, from, tokens } => {
+                w = start(Verb::Seal);
+                let count = (tokens.len() as u32).into();
+                w.put(&wire::Seal { report: wired(report), from: (*from).into(), count });
+                w.put_tokens(tokens).put_blocks(report.blocks.iter().copied());
+            }
+            Ask::Pin { report, blocks, on } => {
+                w = start(Verb::Pin);
+                let on = u32::from(*on).into();
+                w.put(&wire::Pin { report: wired(report), blocks: (*blocks).into(), on });
+                w.put_blocks(report.blocks.iter().copied());
+            }
+            Ask::Attach { tokens, more } => {
+                w = start(Verb::Attach);
+                let count = (tokens.len() as u32).into();
+                w.put(&wire::Attach { count, more: u32::from(*more).into() }).put_tokens(tokens);
+            }
+            Ask::Return { extent } => {
+                w = start(Verb::ReturnExtent);
+                w.put(&wire::ReturnExtent { extent: extent.0.into(), reserved: 0.into() });
+            }
+            Ask::Query { format } => {
+                w = start(Verb::Query);
+                w.put(&wire::Query { format: number(format), reserved: 0.into() });
+            }
+        }
+        w.finish()
+    }
+
+    fn ask(&mut self, client: u64, session: u64, ask: Ask) {
+        self.number += 1;
+        self.log.push(format!("client {client} session {session}: {ask:?}"));
+        let message = self.encode(client, session, &ask);
+        let must = self.model.answer(client, session, &ask);
+        self.broker.request(ClientId(client), &message);
+        let mut replies = self.outputs();
+        let number = self.number;
+        self.judge(Waiter { number, ask, session, promised: None }, client, must, &mut replies);
+        assert!(replies.is_empty(), "one reply for one request");
+        self.model.settle();
+        self.compare();
+    }
+
+    /// Compares what came of a request with what must.
+    fn judge(&mut self, w: Waiter, client: u64, must: Must, replies: &mut VecDeque<Output>) {
+        self.log.push(format!("  must be {must:?}"));
+        if must == Must::Wait {
+            let waits = matches!(self.broker.waiting.get(&ClientId(client)), Some(Waiting::Extents(_)));
+            assert!(waits && replies.is_empty(), "it waits for the worker");
+            self.model.waiters.insert(client, w);
+            return;
+        }
+        // A reply that waits for zeros is looked at in the broker: the client must not have it yet.
+        if let Some(Waiting::Zeros { output, ticket, .. }) = self.broker.waiting.get(&ClientId(client)) {
+            assert!(replies.is_empty(), "nothing leaves before the zeros are written");
+            let Must::Grant { format, blocks } = must else { panic!("zeros for {must:?}") };
+            let output =
+                Output { to: output.to, message: output.message.clone(), buffers: vec![], last: false };
+            let ticket = *ticket;
+            let zeros = self.take_grant(client, &w, format, blocks, &output);
+            let ordered = self.jobs.iter().find_map(|j| match j {
+                Job::Scrub { ticket: t, pieces } if *t == ticket => Some(pieces.len()),
+                _ => None,
+            });
+            assert_eq!(ordered, Some(zeros), "exactly what another process may have written is zeroed");
+            self.model.waiters.insert(client, Waiter { promised: Some(Must::Grant { format, blocks }), ..w });
+            return;
+        }
+        let output = replies.pop_front().expect("a reply");
+        assert_eq!(output.to.0, client);
+        let (header, body) = wire::split(&output.message).unwrap();
+        assert_eq!(header.sequence.get(), w.number);
+        let fault = Fault::from_code(header.fault.get());
+        let mut r = Reader::new("reply", body);
+        match must {
+            Must::Wait => unreachable!(),
+            Must::Refuse(expected) => {
+                assert_eq!(fault, Some(expected));
+                assert_eq!(output.last, matches!(w.ask, Ask::Hello));
+                return;
+            }
+            _ => assert_eq!(fault, None, "{:?}", String::from_utf8_lossy(body)),
+        }
+        match must {
+            Must::Wait | Must::Refuse(_) => unreachable!(),
+            Must::Grant { format, blocks } => {
+                let zeros = self.take_grant(client, &w, format, blocks, &output);
+                assert_eq!(zeros, 0, "a block that another process has used left without zeros");
+            }
+            Must::Blocks { tokens, blocks } => {
+                let (said, extents, got) = parse_grant(body);
+                assert_eq!((said, &got), (tokens, &blocks));
+                self.meet(client, &extents, got.iter().map(|(b, _)| *b));
+                self.found += got.iter().filter(|(_, flags)| *flags == wire::SEALED).count() as u64;
+            }
+            Must::Session => {
+                let id = r.one::<wire::Opened>().unwrap().session.get();
+                assert!(!self.model.sessions.contains_key(&id));
+                let session = match &w.ask {
+                    Ask::Open { format, .. } => Sequence { client, format: *format, ..Sequence::default() },
+                    _ => self.model.sessions[&w.session].clone(),
+                };
+                self.model.sessions.insert(id, session);
+            }
+            Must::Count { blocks, duplicates } => {
+                let got: &wire::Counted = r.one().unwrap();
+                assert_eq!((got.blocks.get(), got.duplicates.get()), (blocks, duplicates));
+            }
+            Must::Room { capacity, free, held } => {
+                let got: &wire::Room = r.one().unwrap();
+                assert_eq!((got.capacity.get(), got.free.get(), got.held.get()), (capacity, free, held));
+            }
+            Must::Nothing => assert!(body.is_empty()),
+        }
+    }
+
+    /// Takes new credit into the model; returns how many of its blocks must be zeroed by the broker.
+    fn take_grant(&mut self, client: u64, _: &Waiter, format: usize, blocks: u64, output: &Output) -> usize {
+        let (_, body) = wire::split(&output.message).unwrap();
+        let (_, extents, got) = parse_grant(body);
+        assert_eq!(got.len() as u64, blocks, "blocks granted");
+        let uid = self.model.clients[&client].0;
+        let mut zeros = 0;
+        for (block, flags) in &got {
+            let extent = block.place.extent;
+            assert!(block.place.slot < FORMATS[format].1);
+            let here = self.model.lives.keys().any(|b| b.place == block.place);
+            assert!(!here, "{block} lies where another block is in use");
+            if !self.model.owned.contains_key(&extent) {
+                assert!(self.model.clean > 0, "{extent} is new and there was no clean one");
+                self.model.clean -= 1;
+                self.model.owned.insert(extent, (uid, format, BTreeSet::new()));
+            }
+            let owner = &self.model.owned[&extent];
+            assert_eq!((owner.0, owner.1), (uid, format), "{extent} is another's");
+            let before = self.model.newest.insert(block.place, (block.generation, client));
+            assert!(block.generation > before.map_or(0, |b| b.0), "a life is granted twice");
+            let foreign = before.is_some_and(|(_, who)| who != client);
+            zeros += usize::from(foreign);
+            assert_eq!(*flags, if foreign || before.is_none() { wire::ZERO } else { 0 });
+            self.model.lives.insert(*block, Life { credit: Some(client), ..Life::default() });
+            self.seen.push(*block);
+        }
+        self.granted += blocks;
+        self.meet(client, &extents, got.iter().map(|(b, _)| *b));
+        zeros
+    }
+
+    /// Descriptors come for exactly the extents that the client does not know yet.
+    fn meet(&mut self, client: u64, extents: &BTreeSet<ExtentId>, blocks: impl Iterator<Item = BlockId>) {
+        let new: BTreeSet<_> =
+            blocks.map(|b| b.place.extent).filter(|e| !self.model.owned[e].2.contains(&client)).collect();
+        assert_eq!(extents, &new, "descriptors");
+        new.iter().for_each(|e| _ = self.model.owned.get_mut(e).unwrap().2.insert(client));
+    }
+
+    fn extents_waiter(&self) -> Option<u64> {
+        self.model.waiters.iter().find(|(_, w)| w.promised.is_none()).map(|(c, _)| *c)
+    }
+
+    /// The worker finishes its oldest job.
+    fn work(&mut self, fails: bool) {
+        let Some(job) = self.jobs.pop_front() else { return };
+        let done = match job {
+            Job::Scrub { ticket, .. } if fails => Done::Scrubbed { ticket, result: Err("no".into()) },
+            job => job.run(&Imaginary),
+        };
+        self.log.push(format!("worker: {done:?}"));
+        let scrubbed = match &done {
+            Done::Scrubbed { ticket, .. } => {
+                let is_it = |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if t == ticket);
+                self.broker.waiting.iter().find(is_it).map(|(c, _)| c.0)
+            }
+            Done::Renewed { .. } => {
+                self.model.renewing -= 1;
+                self.model.clean += 1;
+                None
+            }
+        };
+        // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
+        let renewed = matches!(done, Done::Renewed { .. });
+        let waiting = self.extents_waiter().filter(|_| renewed).map(|client| {
+            let waiter = self.model.waiters.remove(&client).unwrap();
+            let must = self.model.answer(client, waiter.session, &waiter.ask);
+            (client, waiter, must)
+        });
+        self.broker.done(done);
+        let mut replies = self.outputs();
+        if let Some(client) = scrubbed {
+            let waiter = self.model.waiters.remove(&client).expect("somebody waits for these zeros");
+            let output = replies.pop_front().expect("the reply that waited");
+            let (header, body) = wire::split(&output.message).unwrap();
+            assert_eq!((output.to.0, header.sequence.get()), (client, waiter.number));
+            if fails {
+                assert_eq!(Fault::from_code(header.fault.get()), Some(Fault::BrokerFault));
+                let granted = self.last_grant(client);
+                granted.iter().for_each(|b| _ = self.model.lives.remove(b));
+            } else {
+                assert_eq!(header.fault.get(), 0);
+                assert!(waiter.promised.is_some() && !parse_grant(body).2.is_empty());
+            }
+        }
+        if let Some((client, waiter, must)) = waiting {
+            self.judge(waiter, client, must, &mut replies);
+        }
+        assert!(replies.is_empty());
+        self.model.settle();
+        self.compare();
+    }
+
+    /// After a grant that failed for want of zeros, the model forgets what the broker took back: credit of the client
+    /// that the broker does not have any more. The comparison of ledgers then says whether that was all of it.
+    fn last_grant(&mut self, client: u64) -> Vec<BlockId> {
+        let still: BTreeSet<_> = self.broker.state.pool.credit_of(ClientId(client)).into_iter().collect();
+        let mine = self.model.lives.iter().filter(|(_, l)| l.credit == Some(client)).map(|(b, _)| *b);
+        let gone: Vec<_> = mine.filter(|b| !still.contains(b)).collect();
+        let known = self.broker.state.pool.held_by(ClientId(client));
+        for (extent, owned) in &mut self.model.owned {
+            if !known.contains(extent) {
+                owned.2.remove(&client);
+            }
+        }
+        assert!(!gone.is_empty());
+        gone
+    }
+
+    /// Everything that can be seen of the broker against the model.
+    fn compare(&mut self) {
+        self.broker.verify().unwrap();
+        assert!(!self.broker.frozen);
+        let state = &self.broker.state;
+        assert_eq!(state.sessions.len(), self.model.sessions.len());
+        for (id, s) in &state.sessions {
+            let m = &self.model.sessions[&id.0];
+            assert_eq!(s.client.0, m.client);
+            assert_eq!((s.tokens, s.head, &s.table), (m.tokens, m.head, &m.table), "{id}");
+            assert_eq!(s.sealed() as usize, m.names.len());
+            assert!(s.names.len() <= s.table.len() + 1, "names of what is gone are not kept");
+        }
+        let page = page_bytes() as u64;
+        let mut expected: BTreeMap<&str, u64> = BTreeMap::new();
+        *expected.entry("free").or_default() += (self.model.clean + self.model.renewing) * PAGES * page;
+        for (extent, (_, format, _)) in &self.model.owned {
+            let (slot, slots) = (if *format == 1 { 3 * page } else { page }, u64::from(FORMATS[*format].1));
+            *expected.entry("stranded").or_default() += (slots - self.model.in_use(*extent)) * slot;
+            *expected.entry("waste").or_default() += PAGES * page - slots * slot;
+        }
+        for (block, life) in &self.model.lives {
+            let account = match (life, self.model.refs(*block)) {
+                (Life { credit: Some(_), .. }, 0) => "credit",
+                (Life { pins, .. }, _) if !pins.is_empty() => "pinned",
+                (Life { sealed: false, .. }, 1) => "private",
+                (_, refs) if refs > 0 => "shared",
+                other => panic!("{block}: {other:?}"),
+            };
+            let format = self.model.owned[&block.place.extent].1;
+            *expected.entry(account).or_default() += if format == 1 { 3 * page } else { page };
+        }
+        for (name, bytes) in self.broker.ledger() {
+            assert_eq!(bytes, expected.get(name).copied().unwrap_or(0), "{name}");
+        }
+        let published = self.model.lives.values().filter(|l| l.published.is_some()).count();
+        assert_eq!(self.broker.state.prefixes.stats().blocks, published, "prefix index");
+        assert_eq!(self.broker.waiting.len(), self.model.waiters.len());
+        assert!(
+            self.broker.is_recorded_by(&self.broker.record()).unwrap(),
+            "what is read back is what was written"
+        );
+    }
+
+    /// The broker is read back from its own record, over new buffers.
+    fn restart(&mut self) {
+        let record = self.broker.record();
+        if !self.broker.waiting.is_empty() {
+            return;
+        }
+        let bytes = PAGES * page_bytes() as u64;
+        let buffers =
+            self.broker.buffers.keys().map(|id| (*id, Imaginary.allocate(bytes).unwrap())).collect();
+        self.broker = Broker::from_record(&record, Arc::new(Imaginary), policy(), buffers).unwrap();
+        self.log.push("restart".into());
+        // What the old one had ordered died with it; the new one orders it again.
+        self.jobs.clear();
+        assert!(self.outputs().is_empty());
+        self.compare();
+    }
+
+    /// A report that is right, or nearly.
+    fn some_report(&mut self, dice: &mut Dice<'_>, client: u64, session: u64) -> Report {
+        let s = self.model.sessions.get(&session).cloned().unwrap_or_default();
+        let mine = |(b, l): (&BlockId, &Life)| {
+            let format = self.model.owned[&b.place.extent].1 == s.format;
+            (l.credit == Some(client) && format).then_some(*b)
+        };
+        let mut credit: Vec<BlockId> = self.model.lives.iter().filter_map(mine).collect();
+        let mut first = s.end();
+        let mut blocks = Vec::new();
+        if dice.one_in(4) {
+            // Entries that are there already, some of them replaced: copy-on-write.
+            first = s.head + dice.roll(s.table.len() + 1) as u32;
+            blocks.extend(&s.table[(first - s.head) as usize..]);
+            if dice.one_in(2) {
+                blocks.truncate(dice.roll(blocks.len() + 1));
+            }
+            for block in &mut blocks {
+                if dice.one_in(3) && !credit.is_empty() {
+                    *block = credit.swap_remove(dice.roll(credit.len()));
+                }
+            }
+        }
+        if first + blocks.len() as u32 >= s.end() {
+            for _ in 0..dice.roll(3) {
+                if !credit.is_empty() {
+                    blocks.push(credit.swap_remove(dice.roll(credit.len())));
+                }
+            }
+        }
+        let end = u64::from(s.end()).max(u64::from(first) + blocks.len() as u64) * s.per_block();
+        let tokens = end.saturating_sub(dice.roll(s.per_block() as usize) as u64);
+        let mut report = Report { tokens, first, blocks };
+        match dice.roll(24) {
+            0 => report.blocks.extend(dice.pick(&self.seen)),
+            1 => report.blocks.extend(report.blocks.first().copied()),
+            2 => report
+                .blocks
+                .extend(dice.pick(&self.seen).map(|b| BlockId { generation: b.generation + 1, ..b })),
+            3 => report.first += 1,
+            4 => report.first = report.first.wrapping_sub(1 + dice.roll(3) as u32),
+            5 => report.tokens = u64::MAX,
+            _ => {}
+        }
+        report
+    }
+
+    fn step(&mut self, dice: &mut Dice<'_>) {
+        let ready: Vec<u64> =
+            self.model.clients.keys().filter(|c| !self.model.waiters.contains_key(c)).copied().collect();
+        if dice.one_in(3) {
+            self.work(dice.one_in(8));
+        }
+        if dice.one_in(40) {
+            self.restart();
+        }
+        let kind = dice.roll(64);
+        if self.model.clients.len() < 5 && kind == 0 || ready.is_empty() {
+            if self.model.clients.len() < 7 {
+                return self.connect([1000, 1000, 1001, LIMITED.0][dice.roll(4)]);
+            }
+            return self.work(false);
+        }
+        if kind == 1 {
+            let all: Vec<u64> = self.model.clients.keys().copied().collect();
+            let client = dice.pick(&all).unwrap();
+            self.log.push(format!("client {client} goes"));
+            self.model.disconnect(client);
+            self.broker.disconnect(ClientId(client));
+            assert!(self.outputs().is_empty());
+            self.model.settle();
+            return self.compare();
+        }
+        // The clients that were made ready above may wait by now.
+        let Some(client) = dice.pick(&ready).filter(|c| !self.model.waiters.contains_key(c)) else { return };
+        let all: Vec<u64> = self.model.sessions.keys().copied().collect();
+        let own: Vec<u64> =
+            all.iter().filter(|id| self.model.sessions[*id].client == client).copied().collect();
+        let mut session = dice.pick(&own).unwrap_or(0);
+        if dice.one_in(50) {
+            // Somebody else's, or nobody's.
+            session = dice.pick(&all).unwrap_or(u64::MAX);
+        }
+        let format = [0, 0, 1, 2][dice.roll(4)];
+        if own.is_empty() || kind < 5 {
+            let max_tokens = if dice.one_in(5) { dice.roll(60) as u64 } else { 0 };
+            let max_tokens = if dice.one_in(30) { u64::MAX } else { max_tokens };
+            return self.ask(client, 0, Ask::Open { format, max_tokens });
+        }
+        let s = self.model.sessions.get(&session).cloned().unwrap_or_default();
+        let report = self.some_report(dice, client, session);
+        // Few different tokens, so that prefixes are found.
+        let tokens = |dice: &mut Dice<'_>, n: usize| {
+            (0..n).map(|i| (i as u32 + u32::from(dice.one_in(24))) % 3).collect()
+        };
+        let per_block = s.per_block() as usize;
+        let ask = match kind {
+            5..8 => Ask::Reserve { format, want: dice.roll(7) as u32 },
+            8..24 => {
+                let want = dice.roll(5) as u32;
+                let least = (want + u32::from(dice.one_in(20))).saturating_sub(dice.roll(2) as u32);
+                let want = if dice.one_in(40) { u32::MAX } else { want };
+                Ask::Grow { report, want, least }
+            }
+            24..30 => {
+                let tokens =
+                    (report.tokens.min(1 << 20) as usize).saturating_sub(dice.roll(4 * per_block)) as u64;
+                let head = s.head + if dice.one_in(4) { dice.roll(3) as u32 } else { 0 };
+                Ask::Trim { report, tokens, head, release: dice.one_in(2) }
+            }
+            30..34 => {
+                let mine = self.model.lives.iter().filter(|(_, l)| l.credit == Some(client)).map(|(b, _)| *b);
+                let mine: Vec<_> = mine.collect();
+                let mut blocks: Vec<_> = (0..dice.roll(3)).filter_map(|_| dice.pick(&mine)).collect();
+                if dice.one_in(5) {
+                    blocks.extend(dice.pick(&self.seen));
+                }
+                Ask::Free { blocks }
+            }
+            34..38 => Ask::Fork { report },
+            38..46 => {
+                let from = s.names.len() as u32 + u32::from(dice.one_in(20));
+                let there = (report.tokens.min(1 << 10) as usize / per_block).saturating_sub(from as usize);
+                let count = dice.roll(there + 1) * per_block + usize::from(dice.one_in(20));
+                let start = from as usize * per_block;
+                let all: Vec<u32> = tokens(dice, start + count);
+                Ask::Seal { report, from, tokens: all[start..].to_vec() }
+            }
+            46..49 => Ask::Pin { report, blocks: dice.roll(4) as u32, on: dice.one_in(3) },
+            49..56 => {
+                let start = s.table.len() * per_block;
+                let n = start + dice.roll(4 * per_block + 2);
+                let all: Vec<u32> = tokens(dice, n);
+                Ask::Attach { tokens: all[start..].to_vec(), more: dice.one_in(3) }
+            }
+            56..59 => {
+                let known: Vec<_> = self.model.owned.keys().copied().collect();
+                Ask::Return { extent: dice.pick(&known).unwrap_or(ExtentId(9999)) }
+            }
+            59 | 60 => Ask::Query { format },
+            61 => Ask::Hello,
+            _ => Ask::Close { report },
+        };
+        let asks_for_blocks = matches!(ask, Ask::Reserve { .. } | Ask::Grow { .. });
+        let ask =
+            if asks_for_blocks && self.extents_waiter().is_some() { Ask::Query { format } } else { ask };
+        let hangs_up = matches!(ask, Ask::Hello);
+        self.ask(client, session, ask);
+        if hangs_up {
+            self.model.disconnect(client);
+            self.broker.disconnect(ClientId(client));
+            self.outputs();
+            self.model.settle();
+            self.compare();
+        }
+    }
+}
+
+fn parse_grant(body: &[u8]) -> (u64, BTreeSet<ExtentId>, Vec<(BlockId, u32)>) {
+    let mut r = Reader::new("grant", body);
+    let head: wire::Grant = *r.one().unwrap();
+    let extents: &[wire::ExtentInfo] = r.many(head.extents.get(), wire::MAX_FDS).unwrap();
+    let blocks: &[wire::GrantedBlock] = r.many(head.blocks.get(), wire::MAX_BLOCKS).unwrap();
+    r.end().unwrap();
+    let extents = extents.iter().map(|e| ExtentId(e.extent.get())).collect();
+    (head.tokens.get(), extents, blocks.iter().map(|b| (b.block.id(), b.flags.get())).collect())
+}
+
+/// Steps of all cases together: `KVBROKER_MODEL_STEPS` for long runs.
+fn steps() -> usize {
+    std::env::var("KVBROKER_MODEL_STEPS").ok().and_then(|s| s.parse().ok()).unwrap_or(60_000)
+}
+
+const STEPS_PER_CASE: usize = 300;
+
+fn runner(cases: usize) -> TestRunner {
+    let config = Config {
+        cases: cases.max(1) as u32,
+        failure_persistence: None,
+        max_shrink_iters: 400,
+        ..Config::default()
+    };
+    // The same cases every time; a long run takes other ones from its number of steps.
+    let seed = [(steps() % 251) as u8; 32];
+    TestRunner::new_with_rng(config, TestRng::from_seed(RngAlgorithm::ChaCha, &seed))
+}
+
+fn numbers() -> impl Strategy<Value = Vec<u32>> {
+    proptest::collection::vec(any::<u32>(), STEPS_PER_CASE * 16)
+}
+
+#[test]
+fn the_broker_does_what_a_naive_model_says_at_every_step() {
+    let (mut granted, mut found) = (0, 0);
+    let totals = std::sync::Mutex::new((&mut granted, &mut found));
+    runner(steps() / STEPS_PER_CASE)
+        .run(&numbers(), |numbers| {
+            let mut run = Run::new();
+            let mut dice = Dice(numbers.iter());
+            let result = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+                while dice.0.len() > 0 {
+                    run.step(&mut dice);
+                }
+            }));
+            if let Err(panic) = result {
+                let tail = run.log.len().saturating_sub(40);
+                eprintln!("the last steps:\n{}", run.log[tail..].join("\n"));
+                std::panic::resume_unwind(panic);
+            }
+            let mut totals = totals.lock().unwrap();
+            *totals.0 += run.granted;
+            *totals.1 += run.found;
+            Ok(())
+        })
+        .unwrap();
+    // A run in which nothing is granted or found proves nothing.
+    assert!(granted > 1000 && found > 100, "{granted} blocks granted, {found} found as prefixes");
+}
+
+#[test]
+fn bytes_that_a_hostile_client_may_send_end_in_a_reply_and_never_in_a_panic() {
+    runner(steps() / STEPS_PER_CASE)
+        .run(&numbers(), |numbers| {
+            let mut run = Run::new();
+            let mut dice = Dice(numbers.iter());
+            let mut refused = 0;
+            while dice.0.len() > 0 {
+                if run.broker.state.clients.len() < 4 {
+                    run.connect(1000 + dice.roll(3) as u32);
+                }
+                let clients: Vec<ClientId> = run.broker.state.clients.keys().copied().collect();
+                let client = dice.pick(&clients).unwrap();
+                for job in run.broker.jobs() {
+                    run.broker.done(job.run(&Imaginary));
+                }
+                if run.broker.is_waiting(client) {
+                    run.broker.disconnect(client);
+                    continue;
+                }
+                let message = hostile(&run, client, &mut dice);
+                run.broker.request(client, &message);
+                for output in run.broker.outputs() {
+                    let (header, body) = wire::split(&output.message).unwrap();
+                    assert!(output.message.len() <= wire::MAX_MESSAGE);
+                    refused += u64::from(header.fault.get() != 0);
+                    let grants =
+                        [Verb::Grow, Verb::Reserve, Verb::Attach, Verb::Trim].map(|v| v as u16 | wire::REPLY);
+                    if header.fault.get() == 0 && grants.contains(&header.opcode.get()) {
+                        run.seen.extend(parse_grant(body).2.iter().map(|(b, _)| *b));
+                    }
+                    if output.last {
+                        run.broker.disconnect(output.to);
+                    }
+                }
+                run.broker.verify().unwrap();
+                assert!(!run.broker.frozen);
+            }
+            assert!(refused > 10);
+            Ok(())
+        })
+        .unwrap();
+}
+
+/// A request with a right header and a body of numbers that are small, huge or somebody's; at times cut, stretched, or
+/// with bits turned over.
+fn hostile(run: &Run, client: ClientId, dice: &mut Dice<'_>) -> Vec<u8> {
+    let verb = Verb::ALL[dice.roll(Verb::ALL.len())];
+    let sessions: Vec<u64> = run.broker.state.clients[&client].sessions.iter().map(|s| s.0).collect();
+    let session = dice.pick(&sessions).unwrap_or(0);
+    let mut w = Writer::request(verb, 1 + dice.roll(9) as u64, session);
+    let word = |dice: &mut Dice<'_>| match dice.roll(12) {
+        0 => u32::MAX,
+        1 => u32::MAX - dice.roll(9) as u32,
+        2 => 1 << dice.roll(32),
+        3..6 => 0,
+        _ => dice.roll(6) as u32,
+    };
+    if verb == Verb::Profile {
+        wire::put_profile(&mut w, &profile(dice.roll(3)), 0);
+    } else if verb == Verb::Open {
+        let formats: Vec<u32> = run.broker.state.clients[&client].formats.iter().map(|f| f.0).collect();
+        let format = dice.pick(&formats).unwrap_or(7).into();
+        let max_tokens = u64::from(word(dice)).into();
+        w.put(&wire::Open { format, max_tokens, ..wire::Open::default() });
+    } else {
+        let words = match verb {
+            Verb::Grow | Verb::Seal | Verb::Pin => 6,
+            Verb::Trim => 8,
+            Verb::Fork | Verb::Close => 4,
+            Verb::Hello => 10,
+            _ => 2,
+        };
+        let blocks = if dice.one_in(2) { dice.roll(4) } else { 0 };
+        let counted = match verb {
+            Verb::Grow | Verb::Trim | Verb::Fork | Verb::Close | Verb::Pin | Verb::Seal => Some(3),
+            Verb::Free => Some(0),
+            _ => None,
+        };
+        for i in 0..words {
+            let n = if Some(i) == counted && !dice.one_in(9) { blocks as u32 } else { word(dice) };
+            w.put(&zerocopy::little_endian::U32::new(n));
+        }
+        if counted.is_some() {
+            for _ in 0..blocks {
+                if let Some(block) = dice.pick(&run.seen) {
+                    w.put_blocks([block]);
+                }
+            }
+        } else if verb == Verb::Attach {
+            for _ in 0..dice.roll(9) {
+                w.put_tokens(&[word(dice)]);
+            }
+        }
+    }
+    let mut message = w.finish();
+    match dice.roll(12) {
+        0 => {
+            let at = dice.roll(message.len());
+            message[at] ^= 1 << dice.roll(8);
+        }
+        1 => message.truncate(dice.roll(message.len())),
+        2 => message.push(dice.roll(256) as u8),
+        3 => message = (0..dice.roll(90)).map(|_| dice.roll(256) as u8).collect(),
+        _ => {}
+    }
+    if message.len() > 8 && dice.one_in(2) {
+        let length = (message.len() as u32).to_le_bytes();
+        message[4..8].copy_from_slice(&length);
+    }
+    message
+}
+
+#[test]
+fn a_sequence_that_slides_past_the_last_number_of_a_block_is_refused_and_nobody_else_notices() {
+    let mut run = Run::new();
+    run.connect(1000);
+    run.ask(1, 0, Ask::Open { format: 0, max_tokens: 0 });
+    run.ask(1, 0, Ask::Reserve { format: 0, want: 3 });
+    let session = *run.model.sessions.keys().next().unwrap();
+    // Years of sliding in one step.
+    let near_the_end = u32::MAX - 1;
+    run.broker.state.sessions.values_mut().next().unwrap().head = near_the_end;
+    run.model.sessions.get_mut(&session).unwrap().head = near_the_end;
+    let blocks: Vec<_> = run.model.lives.keys().copied().collect();
+    let mut w = Writer::request(Verb::Grow, 99, session);
+    let report = wire::Report { tokens: 0.into(), first: near_the_end.into(), used: 3.into() };
+    w.put(&wire::Grow { report, want: 0.into(), least: 0.into() });
+    w.put_blocks(blocks);
+    run.broker.request(ClientId(1), &w.finish());
+    let reply = run.broker.outputs().pop_front().unwrap();
+    let (header, _) = wire::split(&reply.message).unwrap();
+    assert_eq!(Fault::from_code(header.fault.get()), Some(Fault::NeverFits));
+    run.compare();
+}

@@ -1,0 +1,168 @@
+//! Attention over a session's layer.
+//!
+//! Owns the scratch handle. Invariant: the kernel runs only on numbers under which it reads rows that are there and
+//! writes what the caller has room for; everything that would make it panic is refused before.
+
+use std::sync::Mutex;
+
+use super::client::versioned;
+use super::error::Code;
+use super::process::Birth;
+use super::session::{kvb_session, read};
+use super::sized::{self, Versioned};
+use super::{Failure, aligned, at, elements, hand_out, number, status, take_back};
+use crate::attention::{Element, Scratch, Shape, attention_heads};
+
+/// Working memory of one thread.
+#[derive(Debug)]
+pub struct kvb_scratch {
+    birth: Birth,
+    scratch: Mutex<Scratch>,
+}
+
+versioned! {
+    /// See the header.
+    struct kvb_attention_call {
+        q: *const f32,
+        out: *mut f32,
+        queries: u64,
+        kv_tokens: u64,
+        window: u64,
+        layer: u32,
+        element: u32,
+        query_heads: u32,
+        kv_heads: u32,
+        head_dim: u32,
+        first_kv_head: u32,
+        kv_head_count: u32,
+        scale: f32,
+    }
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_scratch_new(out: *mut *mut kvb_scratch) -> i32 {
+    status(|| {
+        aligned(out, "out")?;
+        let scratch = kvb_scratch { birth: Birth::now(), scratch: Mutex::new(Scratch::new()) };
+        // SAFETY: checked first of all.
+        unsafe { hand_out(out, scratch) };
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_scratch_free(scratch: *mut kvb_scratch) -> i32 {
+    status(|| {
+        if scratch.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the header asks for a scratch that is not freed, and takes it.
+        unsafe {
+            at(scratch.cast_const(), "scratch")?.birth.here()?;
+            take_back(scratch);
+        }
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_attention(
+    session: *const kvb_session,
+    call: *const kvb_attention_call,
+    scratch: *mut kvb_scratch,
+) -> i32 {
+    status(|| {
+        // SAFETY: the header asks for handles that are not closed.
+        let (session, scratch) = unsafe { (read(session)?, at(scratch.cast_const(), "scratch")?) };
+        let in_use = |_| Failure::new(Code::InUse, "another thread uses this scratch: each needs its own");
+        let mut scratch = scratch.scratch.try_lock().map_err(in_use)?;
+        aligned(call, "call")?;
+        // SAFETY: the header asks for a structure whose `size` bytes are there.
+        let c = unsafe { sized::read(call, "kvb_attention_call")? };
+        let element = match c.element {
+            0 => Element::F16,
+            1 => Element::F32,
+            other => return Err(Failure::invalid(format!("element {other}: KVB_F16 is 0, KVB_F32 is 1"))),
+        };
+        let layers = session.profile().groups()[0].layers.len();
+        if c.layer as usize >= layers {
+            return Err(Failure::invalid(format!("layer {} of {layers}", c.layer)));
+        }
+        let (query_heads, kv_heads, head_dim) =
+            (c.query_heads as usize, c.kv_heads as usize, c.head_dim as usize);
+        if kv_heads == 0 || head_dim == 0 || query_heads == 0 || query_heads % kv_heads != 0 {
+            return Err(Failure::invalid(format!(
+                "{query_heads} query heads, {kv_heads} KV heads of {head_dim}: none may be 0, and query heads are a multiple of KV heads"
+            )));
+        }
+        let kv = session.paged(c.layer as usize);
+        let row = kv_heads.checked_mul(head_dim).and_then(|n| n.checked_mul(element.bytes()));
+        if row != Some(kv.k.row) || row != Some(kv.v.row) {
+            return Err(Failure::invalid(format!(
+                "{kv_heads} heads of {head_dim} do not fill the rows of layer {}, {} and {} bytes",
+                c.layer, kv.k.row, kv.v.row
+            )));
+        }
+        let kv_tokens = match c.kv_tokens {
+            0 => session.tokens(),
+            n => number(n, "kv_tokens")?,
+        };
+        let queries = number(c.queries, "queries")?;
+        if kv_tokens > session.tokens() || queries > kv_tokens {
+            return Err(Failure::invalid(format!(
+                "{queries} queries over {kv_tokens} tokens: the session holds {}",
+                session.tokens()
+            )));
+        }
+        if queries == 0 {
+            return Ok(());
+        }
+        let mut shape = Shape::new(query_heads, kv_heads, head_dim);
+        if c.scale != 0.0 {
+            shape.scale = c.scale;
+        }
+        shape.window = Some(number(c.window, "window")?).filter(|w| *w > 0);
+        let first_seen = shape.visible(kv_tokens - queries).start;
+        if first_seen < session.first_token() {
+            return Err(Failure::invalid(format!(
+                "token {first_seen} is to be seen, but the tokens before {} have been dropped",
+                session.first_token()
+            )));
+        }
+        let first = c.first_kv_head as usize;
+        let heads = match c.kv_head_count as usize {
+            0 if first == 0 => kv_heads,
+            n => n,
+        };
+        let heads = first..first.saturating_add(heads);
+        if heads.end > kv_heads || heads.is_empty() {
+            return Err(Failure::invalid(format!("KV heads {heads:?} of {kv_heads}")));
+        }
+        let too_many = || Failure::invalid(format!("{queries} queries do not fit the address space"));
+        let values = |heads: usize| {
+            let all = queries.checked_mul(heads)?.checked_mul(head_dim)?;
+            (all <= isize::MAX as usize / size_of::<f32>()).then_some(all)
+        };
+        let q_len = values(query_heads).ok_or_else(too_many)?;
+        let out_len = values(heads.len() * shape.group()).ok_or_else(too_many)?;
+        aligned(c.out, "out")?;
+        aligned(c.q, "q")?;
+        let (q_at, out_at) = (c.q as usize, c.out as usize);
+        if q_at < out_at.saturating_add(4 * out_len) && out_at < q_at.saturating_add(4 * q_len) {
+            return Err(Failure::invalid("q and out overlap"));
+        }
+        // SAFETY: not NULL, aligned and apart; the header asks for so many values of the caller's own memory. They are
+        // zeroed first because C need not have written them.
+        let (q, out) = unsafe {
+            c.out.write_bytes(0, out_len);
+            (elements(c.q, q_len, "q")?, std::slice::from_raw_parts_mut(c.out, out_len))
+        };
+        // SAFETY: every token that a query sees is in the session's table, whose blocks stay mapped while it is locked, and
+        // a row has as many bytes as the shape reads.
+        unsafe { attention_heads(&shape, element, &kv, kv_tokens, heads, q, out, &mut scratch) };
+        Ok(())
+    })
+}

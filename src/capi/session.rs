@@ -1,0 +1,398 @@
+//! Sessions.
+//!
+//! Owns their handles. Invariant: a session is changed by one call at a time and by none while another reads it: the
+//! lock is never waited for, whoever comes second is told.
+
+use std::ffi::{c_char, c_void};
+use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
+
+use super::client::{kvb_profile, versioned};
+use super::error::Code;
+use super::process::Birth;
+use super::sized::{self, Versioned};
+use super::{Failure, aligned, at, border, count, elements, hand_out, number, status, take_back, text};
+use crate::client::{OpenOptions, Session};
+use crate::profile::Kv;
+
+/// A token sequence.
+#[derive(Debug)]
+pub struct kvb_session {
+    birth: Birth,
+    session: RwLock<Session>,
+}
+
+impl kvb_session {
+    fn new(session: Session) -> Self {
+        kvb_session { birth: Birth::now(), session: RwLock::new(session) }
+    }
+
+    /// # Safety
+    /// `handle` is NULL or a session that is not closed.
+    unsafe fn get<'a>(handle: *const kvb_session) -> Result<&'a kvb_session, Failure> {
+        // SAFETY: passed on to the caller.
+        let session = unsafe { at(handle, "session")? };
+        session.birth.here()?;
+        Ok(session)
+    }
+}
+
+fn locked<T>(lock: Result<T, TryLockError<T>>) -> Result<T, Failure> {
+    lock.map_err(|e| match e {
+        TryLockError::WouldBlock => Failure::new(
+            Code::InUse,
+            "another thread uses this session: one at a time may, unless all only read",
+        ),
+        TryLockError::Poisoned(_) => Failure::new(
+            Code::Internal,
+            "an earlier call on this session met a defect of the library: close it",
+        ),
+    })
+}
+
+/// For reading.
+///
+/// # Safety
+/// `handle` is NULL or a session that is not closed.
+pub(super) unsafe fn read<'a>(handle: *const kvb_session) -> Result<RwLockReadGuard<'a, Session>, Failure> {
+    // SAFETY: passed on to the caller.
+    locked(unsafe { kvb_session::get(handle)? }.session.try_read())
+}
+
+/// For changing.
+///
+/// # Safety
+/// `handle` is NULL or a session that is not closed.
+unsafe fn write<'a>(handle: *mut kvb_session) -> Result<RwLockWriteGuard<'a, Session>, Failure> {
+    // SAFETY: passed on to the caller.
+    locked(unsafe { kvb_session::get(handle)? }.session.try_write())
+}
+
+/// K or V.
+pub(super) fn kv(kv: u32) -> Result<Kv, Failure> {
+    match kv {
+        0 => Ok(Kv::K),
+        1 => Ok(Kv::V),
+        other => Err(Failure::invalid(format!("plane {other}: KVB_K is 0, KVB_V is 1"))),
+    }
+}
+
+/// `kvb_open_options.flags`: blocks that this process has used before keep their old bytes.
+const KEEP_STALE_BYTES: u32 = 1;
+
+versioned! {
+    /// See the header.
+    struct kvb_open_options {
+        label: *const c_char,
+        model: *const c_char,
+        max_tokens: u64,
+        flags: u32,
+        reserved: u32,
+    }
+
+    /// See the header.
+    struct kvb_map {
+        base: *mut u8,
+        table: *const u32,
+        blocks: usize,
+        first_token: usize,
+        tokens: usize,
+        shift: u32,
+        reserved: u32,
+    }
+
+    /// See the header.
+    struct kvb_view {
+        address: *mut u8,
+        bytes: usize,
+        row: usize,
+        capacity: usize,
+    }
+
+    /// See the header.
+    struct kvb_stats {
+        id: u64,
+        tokens: u64,
+        first_token: u64,
+        blocks_private: u64,
+        blocks_shared: u64,
+        blocks_credit: u64,
+        block_bytes: u64,
+    }
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_open(
+    profile: *mut kvb_profile,
+    options: *const kvb_open_options,
+    out: *mut *mut kvb_session,
+) -> i32 {
+    status(|| {
+        aligned(out, "out")?;
+        // SAFETY: the header asks for a handle that is not closed, and for options whose `size` bytes are there.
+        let (profile, given) =
+            unsafe { (kvb_profile::get(profile)?, sized::read(options, "kvb_open_options")?) };
+        if given.flags & !KEEP_STALE_BYTES != 0 || given.reserved != 0 {
+            return Err(Failure::invalid(format!(
+                "kvb_open_options: flags {:#x} are not known",
+                given.flags
+            )));
+        }
+        // SAFETY: the header asks for strings that end.
+        let (label, model) = unsafe {
+            (text(given.label, "kvb_open_options.label")?, text(given.model, "kvb_open_options.model")?)
+        };
+        let max_tokens = Some(given.max_tokens).filter(|t| *t > 0);
+        let zero = given.flags & KEEP_STALE_BYTES == 0;
+        let (client, profile) = profile.parts();
+        let session = client.open(profile, OpenOptions { label, model, max_tokens, zero })?;
+        // SAFETY: checked first of all.
+        unsafe { hand_out(out, kvb_session::new(session)) };
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_close(session: *mut kvb_session) -> i32 {
+    status(|| {
+        if session.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the header asks for a handle that is not closed, and takes it.
+        unsafe {
+            match kvb_session::get(session)?.session.try_write() {
+                Err(TryLockError::WouldBlock) => return locked(Err(TryLockError::WouldBlock)),
+                // One that met a defect can still be given back.
+                Ok(_) | Err(TryLockError::Poisoned(_)) => {}
+            }
+            take_back(session);
+        }
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_ensure(session: *mut kvb_session, tokens: u64) -> i32 {
+    // SAFETY: the header asks for a handle that is not closed.
+    status(|| Ok(unsafe { write(session)? }.ensure(number(tokens, "tokens")?)?))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_writable(session: *mut kvb_session, first: u64, end: u64) -> i32 {
+    status(|| {
+        let range = number(first, "first")?..number(end, "end")?;
+        // SAFETY: the header asks for a handle that is not closed.
+        Ok(unsafe { write(session)? }.writable(range)?)
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_tokens(session: *const kvb_session) -> i64 {
+    // SAFETY: the header asks for a handle that is not closed.
+    border(|| count(unsafe { read(session)? }.tokens()))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_first_token(session: *const kvb_session) -> i64 {
+    // SAFETY: the header asks for a handle that is not closed.
+    border(|| count(unsafe { read(session)? }.first_token()))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_trim(session: *mut kvb_session, tokens: u64) -> i32 {
+    // SAFETY: the header asks for a handle that is not closed.
+    status(|| Ok(unsafe { write(session)? }.trim(number(tokens, "tokens")?)?))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_trim_head(session: *mut kvb_session, first: u64) -> i64 {
+    // SAFETY: the header asks for a handle that is not closed.
+    border(|| count(unsafe { write(session)? }.trim_head(number(first, "first")?)?))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_fork(session: *mut kvb_session, out: *mut *mut kvb_session) -> i32 {
+    status(|| {
+        aligned(out, "out")?;
+        // SAFETY: the header asks for a handle that is not closed.
+        let twin = unsafe { write(session)? }.fork()?;
+        // SAFETY: checked first of all.
+        unsafe { hand_out(out, kvb_session::new(twin)) };
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_seal(session: *mut kvb_session, ids: *const u32, count_: usize) -> i64 {
+    border(|| {
+        // SAFETY: the header asks for a handle that is not closed, and for `count_` ids of the caller's own.
+        unsafe { count(write(session)?.seal(elements(ids, count_, "ids")?)?) }
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_attach(
+    session: *mut kvb_session,
+    ids: *const u32,
+    count_: usize,
+) -> i64 {
+    border(|| {
+        // SAFETY: as in kvb_session_seal.
+        unsafe { count(write(session)?.attach(elements(ids, count_, "ids")?)?) }
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_pin(session: *mut kvb_session, tokens: u64) -> i64 {
+    // SAFETY: the header asks for a handle that is not closed.
+    border(|| count(unsafe { write(session)? }.pin(number(tokens, "tokens")?)?))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_unpin(session: *mut kvb_session, tokens: u64) -> i64 {
+    // SAFETY: the header asks for a handle that is not closed.
+    border(|| count(unsafe { write(session)? }.unpin(number(tokens, "tokens")?)?))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_write_row(
+    session: *mut kvb_session,
+    token: u64,
+    layer: u32,
+    plane: u32,
+    row: *const c_void,
+    bytes: usize,
+) -> i32 {
+    status(|| {
+        // SAFETY: the header asks for a handle that is not closed, and for `bytes` bytes of the caller's own memory.
+        let (mut session, row) = unsafe { (write(session)?, elements(row.cast::<u8>(), bytes, "row")?) };
+        Ok(session.write_row(number(token, "token")?, layer as usize, kv(plane)?, row)?)
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_read_row(
+    session: *const kvb_session,
+    token: u64,
+    layer: u32,
+    plane: u32,
+    row: *mut c_void,
+    bytes: usize,
+) -> i32 {
+    status(|| {
+        // SAFETY: the header asks for a handle that is not closed.
+        let session = unsafe { read(session)? };
+        let (token, kv) = (number(token, "token")?, kv(plane)?);
+        aligned(row, "row")?;
+        let layers = session.profile().groups()[0].layers.len();
+        if layer as usize >= layers {
+            return Err(Failure::invalid(format!("layer {layer} of {layers}")));
+        }
+        let held = session.first_token()..session.tokens();
+        if !held.contains(&token) {
+            return Err(Failure::invalid(format!("token {token}: the session holds {held:?}")));
+        }
+        let paged = session.paged(layer as usize);
+        let row_bytes = [paged.k.row, paged.v.row][kv as usize];
+        if bytes != row_bytes {
+            return Err(Failure::invalid(format!(
+                "{bytes} bytes for a row of {row_bytes}: layer {layer}, {kv:?}"
+            )));
+        }
+        // SAFETY: the token is in the table, so its row lies in a mapped block; the header asks for `bytes` bytes of the
+        // caller's own memory. No slice: C need not have written there.
+        unsafe { row.cast::<u8>().copy_from_nonoverlapping(session.row(token, layer as usize, kv), bytes) };
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_map(session: *const kvb_session, out: *mut kvb_map) -> i32 {
+    status(|| {
+        // SAFETY: the header asks for a handle that is not closed.
+        let session = unsafe { read(session)? };
+        aligned(out, "out")?;
+        let table = session.table();
+        let map = kvb_map {
+            size: 0,
+            base: session.base(),
+            table: table.as_ptr(),
+            blocks: table.len(),
+            first_token: session.first_token(),
+            tokens: session.tokens(),
+            shift: session.profile().block_shift(),
+            reserved: 0,
+        };
+        // SAFETY: the header asks for a structure whose `size` bytes are there.
+        unsafe { sized::write(out, "kvb_map", map) }
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_view(
+    session: *mut kvb_session,
+    layer: u32,
+    plane: u32,
+    capacity: u64,
+    address: *mut c_void,
+    out: *mut kvb_view,
+) -> i32 {
+    status(|| {
+        // SAFETY: the header asks for a handle that is not closed.
+        let mut session = unsafe { write(session)? };
+        aligned(out, "out")?;
+        // Before the view exists, so that an error leaves none behind.
+        // SAFETY: the header asks for a structure whose `size` bytes are there.
+        unsafe { sized::check(out, "kvb_view")? };
+        let address = Some(address.cast::<u8>()).filter(|a| !a.is_null());
+        let view = session.plane(layer as usize, kv(plane)?, number(capacity, "capacity")?, address)?;
+        let view = kvb_view {
+            size: 0,
+            address: view.address,
+            bytes: view.bytes,
+            row: view.row,
+            capacity: view.capacity,
+        };
+        // SAFETY: as above.
+        unsafe { sized::write(out, "kvb_view", view) }
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_stats(session: *const kvb_session, out: *mut kvb_stats) -> i32 {
+    status(|| {
+        // SAFETY: the header asks for a handle that is not closed.
+        let session = unsafe { read(session)? };
+        aligned(out, "out")?;
+        let s = session.stats();
+        let stats = kvb_stats {
+            size: 0,
+            id: session.id(),
+            tokens: s.tokens as u64,
+            first_token: session.first_token() as u64,
+            blocks_private: s.blocks_private as u64,
+            blocks_shared: s.blocks_shared as u64,
+            blocks_credit: s.blocks_credit as u64,
+            block_bytes: s.block_bytes as u64,
+        };
+        // SAFETY: the header asks for a structure whose `size` bytes are there.
+        unsafe { sized::write(out, "kvb_stats", stats) }
+    })
+}

@@ -1,0 +1,319 @@
+//! What a C programmer gets: the header, the libraries and pkg-config, compiled and run as a C program would be.
+#![cfg(feature = "daemon")]
+
+use std::collections::BTreeSet;
+use std::ffi::{CStr, CString};
+use std::fs;
+use std::mem::offset_of;
+use std::os::unix::fs::symlink;
+use std::os::unix::net::UnixStream;
+use std::path::{Path, PathBuf};
+use std::process::{Child, Command};
+use std::ptr::{null, null_mut};
+
+use kvbroker::capi;
+
+fn root() -> &'static Path {
+    Path::new(env!("CARGO_MANIFEST_DIR"))
+}
+
+/// Where cargo has put the libraries: beside the test.
+fn built() -> PathBuf {
+    std::env::current_exe().unwrap().parent().unwrap().to_owned()
+}
+
+fn run(command: &mut Command) -> String {
+    let output = command.output().unwrap_or_else(|e| panic!("{command:?}: {e}"));
+    let text = |bytes: &[u8]| String::from_utf8_lossy(bytes).into_owned();
+    assert!(
+        output.status.success(),
+        "{command:?}: {}\n{}{}",
+        output.status,
+        text(&output.stdout),
+        text(&output.stderr)
+    );
+    text(&output.stdout)
+}
+
+/// An installed library, as a package would lay it out.
+struct Prefix {
+    directory: tempfile::TempDir,
+    is_static: bool,
+}
+
+impl Prefix {
+    fn new(is_static: bool) -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let at = |name: &str| directory.path().join(name);
+        fs::create_dir_all(at("lib/pkgconfig")).unwrap();
+        fs::create_dir_all(at("include")).unwrap();
+        fs::copy(root().join("include/kvbroker.h"), at("include/kvbroker.h")).unwrap();
+        if is_static {
+            symlink(built().join("libkvbroker.a"), at("lib/libkvbroker.a")).unwrap();
+        } else {
+            symlink(built().join("libkvbroker.so"), at("lib/libkvbroker.so.0")).unwrap();
+            symlink("libkvbroker.so.0", at("lib/libkvbroker.so")).unwrap();
+        }
+        let prefix = directory.path().to_str().unwrap();
+        let pc = fs::read_to_string(root().join("kvbroker.pc.in"))
+            .unwrap()
+            .replace("@prefix@", prefix)
+            .replace("@libdir@", "${prefix}/lib")
+            .replace("@includedir@", "${prefix}/include")
+            .replace("@version@", env!("CARGO_PKG_VERSION"));
+        assert!(!pc.contains('@'), "a placeholder is left: {pc}");
+        fs::write(at("lib/pkgconfig/kvbroker.pc"), pc).unwrap();
+        Prefix { directory, is_static }
+    }
+
+    fn pkg_config(&self, arguments: &[&str]) -> Vec<String> {
+        let mut command = Command::new("pkg-config");
+        command.env("PKG_CONFIG_PATH", self.directory.path().join("lib/pkgconfig"));
+        if self.is_static {
+            command.arg("--static");
+        }
+        let out = run(command.args(arguments).arg("kvbroker"));
+        out.split_whitespace().map(str::to_owned).collect()
+    }
+
+    /// Compiles a program, every warning an error.
+    fn compile(&self, source: &Path) -> PathBuf {
+        let program = self.directory.path().join(source.file_stem().unwrap());
+        let mut cc = Command::new("cc");
+        cc.args(["-Wall", "-Wextra", "-Werror", "-std=c11", "-D_POSIX_C_SOURCE=200809L", "-g"]);
+        cc.args(self.pkg_config(&["--cflags"])).arg(source).arg("-o").arg(&program);
+        cc.args(self.pkg_config(&["--libs"])).args(["-lm", "-lpthread"]);
+        run(&mut cc);
+        program
+    }
+
+    fn command(&self, program: &Path) -> Command {
+        let mut command = Command::new(program);
+        command.env_remove("KVBROKER_SOCKET").env_remove("KVBROKER_BACKEND").env("RUST_BACKTRACE", "0");
+        if !self.is_static {
+            command.env("LD_LIBRARY_PATH", self.directory.path().join("lib"));
+        }
+        command
+    }
+}
+
+/// A daemon of the test's own; it ends with this.
+struct Daemon {
+    child: Child,
+    directory: tempfile::TempDir,
+}
+
+impl Daemon {
+    fn start() -> Self {
+        let directory = tempfile::tempdir().unwrap();
+        let config = directory.path().join("kvbroker.toml");
+        let at = |name: &str| directory.path().join(name).display().to_string();
+        let text = format!(
+            "[pool]\nsize = \"4M\"\nextent = \"1M\"\nbackend = \"memfd\"\nlock = false\n[socket]\npath = {:?}\nadmin-path = {:?}\n",
+            at("client.sock"),
+            at("admin.sock")
+        );
+        fs::write(&config, text).unwrap();
+        let child =
+            Command::new(env!("CARGO_BIN_EXE_kvbrokerd")).arg("--config").arg(&config).spawn().unwrap();
+        let mut daemon = Daemon { child, directory };
+        // The admin socket is a stream, so that it can be tried without the client's protocol.
+        while UnixStream::connect(daemon.directory.path().join("admin.sock")).is_err() {
+            assert!(daemon.child.try_wait().unwrap().is_none(), "the daemon has ended");
+            std::thread::sleep(std::time::Duration::from_millis(5));
+        }
+        daemon
+    }
+
+    fn socket(&self) -> PathBuf {
+        self.directory.path().join("client.sock")
+    }
+}
+
+impl Drop for Daemon {
+    fn drop(&mut self) {
+        let _ = self.child.kill();
+        let _ = self.child.wait();
+    }
+}
+
+fn chats(prefix: &Prefix) {
+    let daemon = Daemon::start();
+    let program = prefix.compile(&root().join("examples/c/chat.c"));
+    let inside = run(prefix.command(&program).arg("--embedded"));
+    let by_argument = run(prefix.command(&program).arg(daemon.socket()));
+    let by_environment = run(prefix.command(&program).env("KVBROKER_SOCKET", daemon.socket()));
+    let without_broker = run(prefix.command(&program).env("KVBROKER_BACKEND", "embedded"));
+    for (out, pool) in [
+        (&inside, "85 extents of 3072 KiB"),
+        (&by_argument, "4 extents of 1024 KiB"),
+        (&by_environment, "4 extents of 1024 KiB"),
+        (&without_broker, "85 extents of 3072 KiB"),
+    ] {
+        assert!(out.starts_with(&format!("kvbroker {}: {pool}\n", env!("CARGO_PKG_VERSION"))), "{out}");
+        assert!(out.contains("second:  96 of 107 tokens were there\n"), "{out}");
+        assert!(out.contains("branch    172 tokens, 3 private and 3 shared blocks of 64 KiB\n"), "{out}");
+        assert!(out.contains("trimmed   107 tokens, 1 private and 3 shared blocks of 64 KiB\n"), "{out}");
+    }
+    assert!(by_argument.ends_with("room     64 of 64 blocks are free\n"), "{by_argument}");
+}
+
+#[test]
+fn the_example_runs_over_a_broker_and_without_one_with_the_shared_library() {
+    chats(&Prefix::new(false));
+}
+
+#[test]
+fn the_example_runs_over_a_broker_and_without_one_with_the_static_library() {
+    chats(&Prefix::new(true));
+}
+
+#[test]
+fn every_misuse_gives_its_own_code_and_words_and_none_ends_the_program() {
+    let prefix = Prefix::new(false);
+    let no_model = prefix.directory.path().join("no-model.json");
+    fs::write(&no_model, "{}").unwrap();
+    let program = prefix.compile(&root().join("tests/data/misuse.c"));
+    run(prefix.command(&program).arg(&no_model));
+}
+
+#[test]
+fn the_header_stands_alone_in_c_and_in_cpp() {
+    let directory = tempfile::tempdir().unwrap();
+    let include = format!("-I{}", root().join("include").display());
+    for (compiler, standard, name) in
+        [("cc", "-std=c11", "alone.c"), ("c++", "-std=c++11", "alone.cc"), ("c++", "-std=c++20", "alone.cc")]
+    {
+        let source = directory.path().join(name);
+        fs::write(&source, "#include \"kvbroker.h\"\n#include \"kvbroker.h\"\n").unwrap();
+        let flags = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-fsyntax-only", standard, &include];
+        run(Command::new(compiler).args(flags).arg(&source));
+    }
+}
+
+/// Names of the functions that the header declares.
+fn declared() -> BTreeSet<String> {
+    let header = fs::read_to_string(root().join("include/kvbroker.h")).unwrap();
+    let declarations = header.lines().filter(|line| line.starts_with("KVB_API "));
+    let name = |line: &str| {
+        let before = line.split('(').next().unwrap();
+        before.rsplit([' ', '*']).next().unwrap().to_owned()
+    };
+    declarations.map(name).collect()
+}
+
+#[test]
+fn the_shared_library_exports_what_the_header_declares_and_nothing_else() {
+    let out = run(Command::new("nm").args(["-D", "--defined-only"]).arg(built().join("libkvbroker.so")));
+    let exported: BTreeSet<_> = out.lines().map(|l| l.rsplit(' ').next().unwrap().to_owned()).collect();
+    let declared = declared();
+    assert!(declared.len() > 30, "{declared:?}");
+    assert_eq!(exported, declared);
+}
+
+#[test]
+fn the_static_library_has_every_function_of_the_header() {
+    let out = run(Command::new("nm").args(["--defined-only", "-g"]).arg(built().join("libkvbroker.a")));
+    let exported: BTreeSet<_> =
+        out.lines().filter_map(|l| l.rsplit_once(" T ")).map(|(_, name)| name.to_owned()).collect();
+    let ours: BTreeSet<_> = exported.into_iter().filter(|name| name.starts_with("kvb_")).collect();
+    assert_eq!(ours, declared());
+}
+
+#[test]
+fn every_code_of_the_header_has_its_name() {
+    let header = fs::read_to_string(root().join("include/kvbroker.h")).unwrap();
+    let codes: Vec<(&str, i32)> = header
+        .lines()
+        .filter_map(|line| line.trim().strip_prefix("KVB_ERR_")?.split_once(" = "))
+        .map(|(name, rest)| (name, rest.split([',', ' ']).next().unwrap().parse().unwrap()))
+        .collect();
+    assert_eq!(codes.len(), 18);
+    for (name, code) in codes {
+        // SAFETY: the function returns a static string.
+        let said = unsafe { CStr::from_ptr(capi::kvb_error_name(code)) }.to_str().unwrap();
+        assert_eq!(said, name.to_lowercase().replace('_', "-"), "{code}");
+    }
+}
+
+macro_rules! layout {
+    ($out:ident, $($name:ident { $($field:ident),* })*) => {$(
+        let (name, size) = (stringify!($name), size_of::<capi::$name>());
+        $out.push_str(&format!("_Static_assert(sizeof({name}) == {size}, \"{name}\");\n"));
+        $({
+            let (field, at) = (stringify!($field), offset_of!(capi::$name, $field));
+            $out.push_str(&format!("_Static_assert(offsetof({name}, {field}) == {at}, \"{name}.{field}\");\n"));
+        })*
+    )*};
+}
+
+#[test]
+fn structures_are_laid_out_alike_in_c_and_in_rust() {
+    let mut source = String::from("#include \"kvbroker.h\"\n");
+    layout! { source,
+        kvb_error { size, code, os_error, needed, available }
+        kvb_client_options { size, label, timeout_ms, credit_ahead }
+        kvb_embedded_options { size, pool_bytes, extent_bytes }
+        kvb_client_info { size, instance, extent_bytes, extents, tenant, backend, embedded }
+        kvb_layer { number, k_row, v_row }
+        kvb_geometry { size, name, element, rows, layers, k_row, v_row, tokens_per_block, layout, window }
+        kvb_profile_info { size, slot_bytes, bytes_per_token, layers, tokens_per_block, shift, layout }
+        kvb_plane { offset, stride, row }
+        kvb_room { size, capacity, free, held, credit }
+        kvb_open_options { size, label, model, max_tokens, flags, reserved }
+        kvb_stats { size, id, tokens, first_token, blocks_private, blocks_shared, blocks_credit, block_bytes }
+        kvb_map { size, base, table, blocks, first_token, tokens, shift, reserved }
+        kvb_view { size, address, bytes, row, capacity }
+        kvb_attention_call {
+            size, q, out, queries, kv_tokens, window, layer, element, query_heads, kv_heads, head_dim,
+            first_kv_head, kv_head_count, scale
+        }
+    }
+    source.push_str(&format!("_Static_assert(KVB_ABI_VERSION == {}, \"version\");\n", capi::ABI_VERSION));
+    let directory = tempfile::tempdir().unwrap();
+    let file = directory.path().join("layout.c");
+    fs::write(&file, source).unwrap();
+    let include = format!("-I{}", root().join("include").display());
+    run(Command::new("cc").args(["-std=c11", "-Werror", "-fsyntax-only", &include]).arg(&file));
+}
+
+#[test]
+fn a_broker_that_dies_is_told_and_what_is_held_stays_readable() {
+    let mut daemon = Daemon::start();
+    let socket = CString::new(daemon.socket().to_str().unwrap()).unwrap();
+    let geometry = capi::kvb_geometry {
+        size: size_of::<capi::kvb_geometry>(),
+        name: c"m".as_ptr(),
+        element: c"f16".as_ptr(),
+        rows: null(),
+        layers: 2,
+        k_row: 512,
+        v_row: 512,
+        tokens_per_block: 16,
+        layout: 0,
+        window: 0,
+    };
+    let (mut client, mut profile, mut session) = (null_mut(), null_mut(), null_mut());
+    let (row, mut got) = ([7u8; 512], [0u8; 512]);
+    const LOST: i32 = -3;
+    // SAFETY: the structures outlive the calls, rows are as long as is said, and each handle is closed once.
+    unsafe {
+        assert_eq!(capi::kvb_connect(socket.as_ptr(), null(), &mut client), 0);
+        assert!(capi::kvb_client_event_fd(client) > 2);
+        assert_eq!(capi::kvb_profile_new(client, &geometry, &mut profile), 0);
+        assert_eq!(capi::kvb_session_open(profile, null(), &mut session), 0);
+        assert_eq!(capi::kvb_session_ensure(session, 40), 0);
+        assert_eq!(capi::kvb_session_write_row(session, 39, 1, 1, row.as_ptr().cast(), 512), 0);
+        assert_eq!(capi::kvb_client_poll(client), 0);
+        daemon.child.kill().unwrap();
+        daemon.child.wait().unwrap();
+        assert_eq!(capi::kvb_client_poll(client), LOST);
+        assert_eq!(capi::kvb_session_ensure(session, 4000), LOST);
+        assert_eq!(capi::kvb_session_read_row(session, 39, 1, 1, got.as_mut_ptr().cast(), 512), 0);
+        assert_eq!(got, row);
+        assert_eq!(capi::kvb_session_ensure(session, 48), 0);
+        assert_eq!(capi::kvb_session_close(session), 0);
+        assert_eq!(capi::kvb_profile_close(profile), 0);
+        assert_eq!(capi::kvb_client_close(client), 0);
+    }
+}

@@ -1,0 +1,281 @@
+//! Clients that mean harm or are broken: they are refused or dropped, and nobody else notices.
+
+use std::io::Write;
+use std::os::fd::AsFd;
+use std::os::unix::net::UnixStream;
+use std::time::Duration;
+
+use kvbroker::wire::{self, Fault, Verb, Writer};
+
+use crate::support::{CONFIG, Daemon, POOL, Place, Raw, open_null, until};
+
+/// A header with its length filled in, and a body.
+fn message(opcode: u16, sequence: u64, body: &[u8]) -> Vec<u8> {
+    let mut w = Writer::start(opcode, 0, sequence, 0);
+    w.put(body);
+    w.finish()
+}
+
+fn hello(magic: u32, version: u32) -> Vec<u8> {
+    let mut w = Writer::request(Verb::Hello, 1, 0);
+    w.put(&wire::Hello { magic: magic.into(), version: version.into(), label: wire::label("raw") });
+    w.finish()
+}
+
+#[test]
+fn every_broken_message_ends_in_a_typed_answer_or_a_hang_up_and_leaks_nothing() {
+    let mut daemon = Daemon::new();
+    let mut neighbour = daemon.raw();
+    let format = neighbour.greet();
+    assert_eq!(neighbour.reserve(format, 1).unwrap().fault, None);
+    let fds = daemon.fds();
+    let good = hello(wire::MAGIC, wire::VERSION);
+    let mut wrong_length = good.clone();
+    wrong_length[4] += 1;
+    let broken: [(&str, Vec<u8>, bool, bool); 11] = [
+        // what, message, after hello, whether there is an answer before the end
+        ("wrong magic", hello(1, wire::VERSION), false, true),
+        ("wrong version", hello(wire::MAGIC, 99), false, true),
+        ("request before hello", message(Verb::Query as u16, 1, &[0; 8]), false, true),
+        ("short hello", message(Verb::Hello as u16, 1, &[0; 8]), false, true),
+        ("second hello", good.clone(), true, true),
+        ("no header", vec![1; 7], true, true),
+        ("wrong length", wrong_length, true, true),
+        (
+            "longer than the protocol allows",
+            message(Verb::Query as u16, 2, &vec![0; wire::MAX_MESSAGE]),
+            true,
+            false,
+        ),
+        ("number 0", message(Verb::Query as u16, 0, &[0; 8]), true, true),
+        ("an empty message", Vec::new(), true, false),
+        ("unknown verb", message(99, 3, &[0; 8]), true, true),
+    ];
+    for (what, bytes, greeted, answered) in broken {
+        let mut raw = daemon.raw();
+        if greeted {
+            assert_eq!(raw.hello().fault, None);
+        }
+        raw.socket.send(&bytes, &[]).unwrap();
+        if answered {
+            let reply = raw.receive().unwrap_or_else(|| panic!("{what}: no answer"));
+            assert_eq!(reply.fault, Some(Fault::BadRequest), "{what}");
+        }
+        let goes_on = ["request before hello", "unknown verb"].contains(&what);
+        if !goes_on {
+            assert_eq!(raw.receive(), None, "{what}: the daemon hangs up");
+        } else if greeted {
+            assert!(raw.ask(Verb::Query, 0, |w| _ = w.put(&wire::Query::default())).is_some());
+        }
+        assert_eq!(neighbour.reserve(format, 0).unwrap().fault, None);
+    }
+    let mut raw = daemon.raw();
+    raw.hello();
+    let null = open_null();
+    let many = [null.as_fd(); 200];
+    match raw.socket.send(&message(Verb::Query as u16, 2, &[0; 8]), &many) {
+        Ok(()) => assert_eq!(raw.receive(), None, "descriptors end the connection"),
+        // From Linux 6.16 on they do not even leave.
+        Err(e) => assert_eq!(e.raw_os_error(), Some(libc::EPERM)),
+    }
+    drop(raw);
+    drop(daemon.raw());
+    until("all descriptors are closed", || daemon.clients() == 1 && daemon.fds() <= fds);
+    daemon.lives();
+}
+
+#[test]
+fn counts_beyond_all_bounds_are_refused_one_by_one() {
+    let mut daemon = Daemon::new();
+    let mut raw = daemon.raw();
+    let format = raw.greet();
+    let reply = raw.ask(Verb::Open, 0, |w| {
+        w.put(&wire::Open { format: format.into(), ..wire::Open::default() });
+    });
+    let session = reply.unwrap();
+    let session = u64::from_le_bytes(session.body[..8].try_into().unwrap());
+    for verb in Verb::ALL.iter().copied().filter(|v| *v != Verb::Hello) {
+        for words in 0..17 {
+            for value in [u32::MAX, 1 << 31, u32::MAX / 16 + 1] {
+                let body: Vec<u8> = (0..words).flat_map(|_| value.to_le_bytes()).collect();
+                let reply = raw.ask(verb, session, |w| _ = w.put(&body[..])).expect("it stays connected");
+                assert!(reply.fault.is_some(), "{} with {words} words of {value}", verb.name());
+            }
+        }
+    }
+    let open = |tokens: u64| {
+        move |w: &mut Writer| {
+            w.put(&wire::Open { format: format.into(), max_tokens: tokens.into(), ..wire::Open::default() });
+        }
+    };
+    assert_eq!(raw.ask(Verb::Open, 0, open(u64::MAX)).unwrap().fault, Some(Fault::NeverFits));
+    daemon.lives();
+}
+
+#[test]
+fn garbage_at_line_speed_keeps_nobody_from_being_served() {
+    let mut daemon = Daemon::new();
+    let socket = daemon.place.socket();
+    let stop = std::sync::atomic::AtomicBool::new(false);
+    std::thread::scope(|scope| {
+        for seed in 1..3u64 {
+            let (socket, stop) = (&socket, &stop);
+            scope.spawn(move || {
+                let mut state = seed;
+                while !stop.load(std::sync::atomic::Ordering::Relaxed) {
+                    let Ok(mut raw) = Raw::connect(socket) else { continue };
+                    if state % 3 == 0 {
+                        raw.hello();
+                    }
+                    for _ in 0..50 {
+                        state = state.wrapping_mul(6364136223846793005).wrapping_add(seed);
+                        let bytes: Vec<u8> = (0..state >> 58).map(|i| (state >> (i % 56)) as u8).collect();
+                        let bytes =
+                            if state % 2 == 0 { message(state as u16 % 20, 1, &bytes) } else { bytes };
+                        if raw.socket.send(&bytes, &[]).is_err() {
+                            break;
+                        }
+                    }
+                }
+            });
+        }
+        let mut raw = daemon.raw();
+        let format = raw.greet();
+        for _ in 0..200 {
+            assert_eq!(raw.reserve(format, 0).unwrap().fault, None);
+        }
+        stop.store(true, std::sync::atomic::Ordering::Relaxed);
+    });
+    daemon.lives();
+}
+
+#[test]
+fn a_client_that_never_reads_costs_neither_time_nor_descriptors_nor_the_others() {
+    let mut daemon = Daemon::new();
+    let mut deaf = daemon.raw();
+    let format = deaf.greet();
+    // Eight grants with a descriptor each: one may be on its way, the others wait in the daemon's hands.
+    for _ in 0..8 {
+        deaf.send(Verb::Reserve, 0, |w| _ = w.put(&wire::Reserve { format: format.into(), want: 4.into() }))
+            .unwrap();
+    }
+    until("the first grant is there", || daemon.account("credit") > 0);
+    std::thread::sleep(Duration::from_millis(50));
+    let (granted, ticks) = (daemon.account("credit"), daemon.ticks());
+    std::thread::sleep(Duration::from_millis(600));
+    assert!(daemon.ticks() - ticks <= 10, "the daemon spins: {} ticks in 600 ms", daemon.ticks() - ticks);
+    assert!(granted < POOL / 2, "requests of a client that does not read are not done: {granted}");
+    let mut other = daemon.raw();
+    let format = other.greet();
+    assert_eq!(other.reserve(format, 4).unwrap().fault, None);
+    // When it reads, everything comes, in order.
+    let mut fds = 0;
+    for number in 3..11 {
+        let reply = deaf.receive().unwrap();
+        assert_eq!(reply.number, number);
+        fds += reply.fds;
+    }
+    assert_eq!(fds, 7, "seven extents were left");
+    drop(deaf);
+    until("its blocks are back", || daemon.account("credit") == POOL / 8);
+    // A flood of small requests that nobody reads the answers of.
+    let mut flood = daemon.raw();
+    flood.hello();
+    let nonblocking = nix::fcntl::OFlag::O_NONBLOCK;
+    nix::fcntl::fcntl(flood.socket.as_fd(), nix::fcntl::FcntlArg::F_SETFL(nonblocking)).unwrap();
+    let before = daemon.status_line("VmRSS:");
+    let mut sent = 0;
+    while sent < 100_000 && flood.send(Verb::Query, 0, |w| _ = w.put(&wire::Query::default())).is_ok() {
+        sent += 1;
+    }
+    assert!(sent < 100_000, "the flood was to stop at a full socket");
+    assert!(daemon.status_line("VmRSS:") < before + (4 << 10), "the queue is bounded");
+    assert_eq!(other.reserve(format, 0).unwrap().fault, None);
+    daemon.lives();
+}
+
+#[test]
+fn a_flood_of_connections_at_the_limit_of_open_files_leaves_the_others_alone() {
+    use std::os::unix::process::CommandExt;
+    let mut daemon = Place::new(CONFIG).start_with(|command| {
+        // SAFETY: setrlimit may be called between fork and exec.
+        unsafe {
+            command.pre_exec(|| {
+                let limit = libc::rlimit { rlim_cur: 96, rlim_max: 96 };
+                if libc::setrlimit(libc::RLIMIT_NOFILE, &limit) != 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+                Ok(())
+            })
+        };
+    });
+    let mut early = daemon.raw();
+    let format = early.greet();
+    let flood: Vec<_> = (0..300).filter_map(|_| Raw::connect(&daemon.place.socket()).ok()).collect();
+    assert!(flood.len() > 100);
+    assert_eq!(early.reserve(format, 4).unwrap().fault, None);
+    until("those who are not served have been hung up on", || {
+        flood.iter().filter(|raw| raw.socket.unread_by_peer().is_err() || is_hung_up(raw)).count() > 200
+    });
+    let ticks = daemon.ticks();
+    std::thread::sleep(Duration::from_millis(500));
+    assert!(daemon.ticks() - ticks <= 10, "the daemon spins on connections that it cannot take");
+    // Memory still changes hands: the flood has taken no descriptor that the pool needs.
+    drop(early);
+    until("the pool is whole", || daemon.account("free") == POOL);
+    drop(flood);
+    until("there is room again", || {
+        let mut raw = daemon.raw();
+        raw.send(Verb::Hello, 0, |w| _ = w.put(&hello_body())).is_ok() && raw.receive().is_some()
+    });
+    daemon.lives();
+}
+
+fn hello_body() -> wire::Hello {
+    wire::Hello { magic: wire::MAGIC.into(), version: wire::VERSION.into(), label: wire::label("raw") }
+}
+
+fn is_hung_up(raw: &Raw) -> bool {
+    use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+    let mut fds = [PollFd::new(raw.socket.as_fd(), PollFlags::POLLIN)];
+    poll(&mut fds, PollTimeout::ZERO).unwrap() > 0 && fds[0].revents().unwrap().contains(PollFlags::POLLHUP)
+}
+
+#[test]
+fn one_user_cannot_take_all_connections() {
+    let config = format!("{CONFIG}\n[limits]\nconnections-per-tenant = 3\n");
+    let daemon = Place::new(&config).start();
+    let mut mine: Vec<_> = (0..3).map(|_| daemon.raw()).collect();
+    mine.iter_mut().for_each(|raw| assert_eq!(raw.hello().fault, None));
+    let mut fourth = daemon.raw();
+    let _ = fourth.send(Verb::Hello, 0, |w| _ = w.put(&hello_body()));
+    assert_eq!(fourth.receive(), None);
+    let mut other = daemon.helper(4002);
+    other.must("open");
+    mine.pop();
+    until("a connection that ended counts no more", || {
+        let mut raw = daemon.raw();
+        raw.send(Verb::Hello, 0, |w| _ = w.put(&hello_body())).is_ok() && raw.receive().is_some()
+    });
+}
+
+#[test]
+fn operators_that_are_silent_slow_or_confused_keep_no_other_from_an_answer() {
+    let mut daemon = Daemon::new();
+    let admin = daemon.place.path("admin.sock");
+    let fds = daemon.fds();
+    let silent: Vec<_> = (0..20).map(|_| UnixStream::connect(&admin).unwrap()).collect();
+    assert_eq!(daemon.admin("check")["ok"], true);
+    let mut garbage = UnixStream::connect(&admin).unwrap();
+    let _ = garbage.write_all(&[0xff; 100_000]);
+    assert!(daemon.admin("nonsense")["error"].as_str().unwrap().contains("nonsense"));
+    // One who asks and does not read: its answer waits, the daemon does not.
+    let mut slow = UnixStream::connect(&admin).unwrap();
+    slow.write_all(b"map\n").unwrap();
+    let ticks = daemon.ticks();
+    std::thread::sleep(Duration::from_millis(300));
+    assert!(daemon.ticks() - ticks <= 6, "the daemon spins");
+    drop((silent, garbage, slow));
+    until("all are gone", || daemon.fds() <= fds);
+    daemon.lives();
+}

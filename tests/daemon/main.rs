@@ -1,0 +1,11 @@
+//! The daemon as users meet it: a process of its own, real sockets, real client processes of several users.
+//!
+//! Runs as root, because clients of several uids are what isolation is about; as another user the tests that need them
+//! fail and say so.
+
+mod hostile;
+mod lifetime;
+mod roles;
+mod start;
+mod support;
+mod tenants;

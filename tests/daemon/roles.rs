@@ -1,0 +1,254 @@
+//! What a client process does: orders come on standard input, one answer each goes to standard output.
+
+use std::io::{BufRead, Write};
+use std::time::Duration;
+
+use kvbroker::client::{Client, ClientOptions, ClientProfile, Error, OpenOptions, Session};
+use kvbroker::profile::Kv;
+
+use crate::support::{PER_BLOCK, ROLE, ROW, profile};
+
+/// A byte that only this token of this writer has.
+fn byte(token: usize, layer: usize, kv: Kv, who: u8) -> u8 {
+    (token * 7 + layer * 3 + kv as usize) as u8 ^ who | 1
+}
+
+fn planes() -> impl Iterator<Item = (usize, Kv)> {
+    [(0, Kv::K), (0, Kv::V), (1, Kv::K), (1, Kv::V)].into_iter()
+}
+
+struct Role {
+    client: Client,
+    profile: ClientProfile,
+    sessions: Vec<Option<Session>>,
+    old: Option<*const u8>,
+    files: Vec<std::fs::File>,
+}
+
+fn answer(text: &str) {
+    println!("> {text}");
+    std::io::stdout().flush().unwrap();
+}
+
+fn verdict(result: Result<(), Error>) -> String {
+    match result {
+        Ok(()) => "ok".into(),
+        Err(Error::Refused { fault, .. }) => fault.name().into(),
+        Err(Error::Lost(_)) => "session-lost".into(),
+        Err(Error::Map { .. }) => "map".into(),
+        Err(e) => format!("error {e}"),
+    }
+}
+
+/// Not a test of its own: without a role, nothing is to be done; with one, a failure ends the process and the test that
+/// started it sees that.
+#[test]
+fn a_client_process_does_what_it_is_told() {
+    let Some(socket) = std::env::var_os(ROLE) else { return };
+    let options =
+        ClientOptions { credit_ahead: 0, timeout: Duration::from_secs(20), ..ClientOptions::default() };
+    let client = Client::connect_to(socket.as_ref(), options).unwrap();
+    let profile = client.profile(&profile()).unwrap();
+    let mut role = Role { client, profile, sessions: Vec::new(), old: None, files: Vec::new() };
+    answer("ready");
+    for line in std::io::stdin().lock().lines() {
+        let line = line.unwrap();
+        let words: Vec<&str> = line.split(' ').collect();
+        let numbers: Vec<usize> = words[1..].iter().map(|w| w.parse().unwrap()).collect();
+        let said = role.do_it(words[0], &numbers);
+        answer(&said);
+    }
+    // The end of the orders is the end of the process, without a word to the broker.
+    std::process::exit(0);
+}
+
+impl Role {
+    fn session(&mut self, at: usize) -> &mut Session {
+        self.sessions[at].as_mut().unwrap()
+    }
+
+    fn do_it(&mut self, order: &str, n: &[usize]) -> String {
+        match order {
+            "open" => {
+                let options = OpenOptions { model: "m".into(), ..OpenOptions::default() };
+                match self.client.open(&self.profile, options) {
+                    Ok(session) => {
+                        self.sessions.push(Some(session));
+                        "ok".into()
+                    }
+                    Err(e) => verdict(Err(e)),
+                }
+            }
+            "close" => {
+                self.sessions[n[0]] = None;
+                "ok".into()
+            }
+            "ensure" => verdict(self.session(n[0]).ensure(n[1])),
+            "trim" => verdict(self.session(n[0]).trim(n[1])),
+            "reserve" => verdict(self.profile.reserve(n[0] as u32)),
+            "release" => verdict(self.profile.release_credit()),
+            "fill" => {
+                let s = self.session(n[0]);
+                for token in n[1]..n[2] {
+                    for (layer, kv) in planes() {
+                        let row = [byte(token, layer, kv, n[3] as u8); ROW];
+                        if let Err(e) = s.write_row(token, layer, kv, &row) {
+                            return verdict(Err(e));
+                        }
+                    }
+                }
+                "ok".into()
+            }
+            "holds" => {
+                let s = self.session(n[0]);
+                let mut row = [0; ROW];
+                for token in n[1]..n[2] {
+                    for (layer, kv) in planes() {
+                        s.read_row(token, layer, kv, &mut row).unwrap();
+                        if row != [byte(token, layer, kv, n[3] as u8); ROW] {
+                            return format!("token {token} reads {:?}", &row[..4]);
+                        }
+                    }
+                }
+                "ok".into()
+            }
+            "zeros" => {
+                let s = self.session(n[0]);
+                let mut row = [0; ROW];
+                for token in n[1]..n[2] {
+                    for (layer, kv) in planes() {
+                        s.read_row(token, layer, kv, &mut row).unwrap();
+                        if row != [0; ROW] {
+                            return format!("token {token} reads {:?}", &row[..4]);
+                        }
+                    }
+                }
+                "ok".into()
+            }
+            "seal" => {
+                let ids: Vec<u32> = (0..n[1] as u32).collect();
+                verdict(self.session(n[0]).seal(&ids).map(|_| ()))
+            }
+            "pin" => verdict(self.session(n[0]).pin(n[1]).map(|_| ())),
+            "attach" => {
+                let ids: Vec<u32> = (0..n[1] as u32).collect();
+                match self.session(n[0]).attach(&ids) {
+                    Ok(tokens) => tokens.to_string(),
+                    Err(e) => verdict(Err(e)),
+                }
+            }
+            // Remembers where token 0 lies, past the session's end.
+            "remember" => {
+                let at = self.session(n[0]).row(0, 0, Kv::K);
+                self.old = Some(at);
+                "ok".into()
+            }
+            "old" => {
+                let at = self.old.unwrap();
+                // SAFETY: the extent stays mapped until this process takes in an event, and it makes no call before.
+                let bytes: Vec<u8> = (0..ROW).map(|i| unsafe { at.add(i).read_volatile() }).collect();
+                if bytes.iter().all(|b| *b == 0) { "zeros".into() } else { format!("{:?}", &bytes[..4]) }
+            }
+            "poll" => verdict(self.client.poll()),
+            "lost" => self.client.is_lost().to_string(),
+            "child" => {
+                // SAFETY: the child calls only what may be called after fork.
+                match unsafe { libc::fork() } {
+                    0 => unsafe {
+                        libc::close(0);
+                        libc::close(1);
+                        libc::close(2);
+                        libc::sleep(60);
+                        libc::_exit(0)
+                    },
+                    child => child.to_string(),
+                }
+            }
+            "exit" => std::process::exit(0),
+            "churn" => self.churn(n[0] as u64),
+            "files" => {
+                self.files.clear();
+                while let Ok(file) = std::fs::File::open("/dev/null") {
+                    self.files.push(file);
+                }
+                self.files.truncate(self.files.len() - n[0]);
+                "ok".into()
+            }
+            "close-files" => {
+                self.files.clear();
+                "ok".into()
+            }
+            "fds" => std::fs::read_dir("/proc/self/fd").unwrap().count().to_string(),
+            "quiet" => self.quiet(n[0]),
+            other => panic!("no order {other}"),
+        }
+    }
+
+    /// Everything at once, for ever: to be killed in the middle of it.
+    fn churn(&mut self, mut seed: u64) -> String {
+        let mut roll = move |below: usize| {
+            seed = seed.wrapping_mul(6364136223846793005).wrapping_add(1442695040888963407);
+            (seed >> 33) as usize % below
+        };
+        answer("ok");
+        loop {
+            if self.sessions.len() < 3 {
+                self.do_it("open", &[]);
+            }
+            let at = roll(self.sessions.len());
+            let tokens = self.session(at).tokens();
+            let more = tokens + roll(3 * PER_BLOCK);
+            match roll(6) {
+                0 => _ = self.session(at).trim(tokens / 2),
+                1 => _ = self.do_it("seal", &[at, tokens]),
+                2 => {
+                    if let Ok(twin) = self.session(at).fork() {
+                        self.sessions.push(Some(twin));
+                    }
+                    if self.sessions.len() > 4 {
+                        self.sessions.remove(0);
+                    }
+                }
+                3 => _ = self.profile.reserve(roll(4) as u32),
+                _ => _ = self.session(at).ensure(more),
+            }
+        }
+    }
+
+    /// Grows by `blocks` blocks while every system call of this thread but two is deadly.
+    fn quiet(&mut self, blocks: usize) -> String {
+        let s = self.sessions[0].as_mut().unwrap();
+        deadly_system_calls();
+        for tokens in 1..=blocks * PER_BLOCK {
+            if s.ensure(tokens).is_err() {
+                // SAFETY: ends the process; one of the two calls that are allowed.
+                unsafe { libc::_exit(9) }
+            }
+        }
+        // SAFETY: as above.
+        unsafe { libc::_exit(7) }
+    }
+}
+
+/// From here on any system call of this thread but `exit_group` ends the process with SIGSYS.
+fn deadly_system_calls() {
+    const LOAD: u16 = (libc::BPF_LD | libc::BPF_W | libc::BPF_ABS) as u16;
+    const EQUAL: u16 = (libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K) as u16;
+    const RETURN: u16 = (libc::BPF_RET | libc::BPF_K) as u16;
+    let step = |code, jt, jf, k| libc::sock_filter { code, jt, jf, k };
+    let mut program = [
+        step(LOAD, 0, 0, 0), // seccomp_data.nr
+        step(EQUAL, 0, 1, libc::SYS_exit_group as u32),
+        step(RETURN, 0, 0, libc::SECCOMP_RET_ALLOW),
+        step(RETURN, 0, 0, libc::SECCOMP_RET_KILL_PROCESS),
+    ];
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: the program outlives the call, which copies it.
+    unsafe {
+        assert_eq!(libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0), 0);
+        let set = libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter);
+        if set != 0 {
+            libc::_exit(8);
+        }
+    }
+}

@@ -1,0 +1,176 @@
+//! Start: sockets that are there already, what the configuration gets wrong, what systemd hands over and is told.
+
+use std::os::fd::{AsRawFd, OwnedFd};
+use std::os::unix::net::{UnixDatagram, UnixListener};
+use std::os::unix::process::CommandExt;
+use std::time::Duration;
+
+use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
+
+use crate::support::{CONFIG, Daemon, Place, Raw, until};
+
+#[test]
+fn a_path_on_which_a_broker_lives_is_left_alone() {
+    let mut daemon = Daemon::new();
+    let (code, log) = daemon.place.fails();
+    assert_eq!(code, Some(1));
+    assert!(log.contains("a broker is listening there already"), "{log}");
+    assert_eq!(daemon.raw().hello().fault, None);
+    daemon.lives();
+}
+
+#[test]
+fn a_file_in_the_way_is_not_removed() {
+    let place = Place::new(CONFIG);
+    std::fs::write(place.socket(), "precious").unwrap();
+    let (code, log) = place.fails();
+    assert_eq!(code, Some(1));
+    assert!(log.contains("something that is no socket is in the way"), "{log}");
+    assert_eq!(std::fs::read_to_string(place.socket()).unwrap(), "precious");
+}
+
+#[test]
+fn a_wrong_configuration_ends_with_code_2_and_words() {
+    let long = "[socket]\nmode = \"9\"\n";
+    for (config, words) in [
+        ("[pool]\nsizes = \"1M\"\n", "did you mean `size`?"),
+        ("[pool]\nsize = \"1\"\n", "without unit"),
+        ("nonsense", "line 1"),
+        (long, "octal"),
+    ] {
+        let (code, log) = Place::new(config).fails();
+        assert_eq!(code, Some(2), "{config}: {log}");
+        assert!(log.contains(words), "{config}: {log}");
+    }
+    let place = Place::new("");
+    std::fs::remove_file(place.path("kvbroker.toml")).unwrap();
+    let (code, log) = place.fails();
+    assert_eq!((code, log.contains("kvbroker.toml")), (Some(2), true), "{log}");
+    let status = place.command().arg("--nonsense").status().unwrap();
+    assert_eq!(status.code(), Some(2));
+}
+
+#[test]
+fn a_pool_that_cannot_be_ends_with_code_1_and_what_to_do() {
+    let of = |pool: &str| CONFIG.replace("size = \"1M\"", pool);
+    for (config, words) in [
+        (of("size = \"512G\""), "make pool.size smaller"),
+        (of("size = \"64K\""), "make the pool larger"),
+        (
+            of("size = \"1M\"\nheap-directory = \"/nowhere\"\ndevice = \"contiguous\""),
+            "name it with pool.heap",
+        ),
+        (of("size = \"1M\"\nheap = \"/nowhere/cma\""), "there is no such heap"),
+        (of("size = \"1M\"\nheap = \"/dev/null\""), "/dev/null"),
+    ] {
+        let place = Place::new(&config);
+        let (code, log) = place.fails();
+        assert_eq!(code, Some(1), "{config}: {log}");
+        assert!(log.contains(words), "{config}: {log}");
+        assert!(!place.socket().exists(), "a daemon that did not start leaves no socket");
+    }
+}
+
+#[test]
+fn a_heap_that_this_user_may_not_open_is_named_with_the_group_that_may() {
+    use std::os::unix::fs::{PermissionsExt, chown};
+    assert!(nix::unistd::getuid().is_root(), "run as root: sudo -E cargo test --test daemon");
+    let place = Place::new("");
+    let heap = place.path("heap");
+    std::fs::write(&heap, "").unwrap();
+    std::fs::set_permissions(&heap, std::fs::Permissions::from_mode(0)).unwrap();
+    chown(place.dir.path(), Some(4001), Some(4001)).unwrap();
+    let config = CONFIG.replace("size = \"1M\"", &format!("size = \"1M\"\nheap = \"{}\"", heap.display()));
+    std::fs::write(place.path("kvbroker.toml"), config).unwrap();
+    let mut command = place.command();
+    let status = command.uid(4001).gid(4001).status().unwrap();
+    assert_eq!(status.code(), Some(1), "{}", place.log());
+    assert!(place.log().contains("group kvbroker"), "{}", place.log());
+}
+
+#[test]
+fn sockets_that_systemd_hands_over_are_used_and_left_where_they_are() {
+    let place = Place::new(CONFIG);
+    let (client, admin) = (place.path("client.sock"), place.path("admin.sock"));
+    let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
+    bind(fd.as_raw_fd(), &UnixAddr::new(&client).unwrap()).unwrap();
+    listen(&fd, Backlog::new(64).unwrap()).unwrap();
+    let admin_fd: OwnedFd = UnixListener::bind(&admin).unwrap().into();
+    // Somebody who came before the daemon is served when it is there.
+    let mut early = Raw::connect(&client).unwrap();
+    let (first, second) = (fd.as_raw_fd(), admin_fd.as_raw_fd());
+    let mut daemon = place.start_with(|command| {
+        // A shell in between knows the pid that the daemon will have.
+        let log =
+            std::fs::File::options().append(true).create(true).open(client.with_file_name("log")).unwrap();
+        let mut shell = std::process::Command::new("/bin/sh");
+        shell
+            .arg("-c")
+            .arg("LISTEN_PID=$$ exec \"$0\" \"$@\"")
+            .arg(command.get_program())
+            .args(command.get_args());
+        shell
+            .env("LISTEN_FDS", "2")
+            .env("LISTEN_FDNAMES", "client:admin")
+            .env("KVBROKER_LOG", "info")
+            .stderr(log);
+        // SAFETY: only what may be called after fork.
+        unsafe {
+            shell.pre_exec(move || {
+                if libc::dup2(first, 63) < 0 || libc::dup2(second, 64) < 0 {
+                    return Err(std::io::Error::last_os_error());
+                }
+                libc::dup2(63, 3);
+                libc::dup2(64, 4);
+                libc::close(63);
+                libc::close(64);
+                Ok(())
+            });
+        }
+        *command = shell;
+    });
+    assert_eq!(early.hello().fault, None);
+    assert!(!daemon.place.log().contains("handed over; only"), "{}", daemon.place.log());
+    assert_eq!(daemon.signal(nix::sys::signal::Signal::SIGTERM).code(), Some(0));
+    assert!(client.exists() && admin.exists());
+}
+
+#[test]
+fn systemd_is_told_when_the_daemon_is_ready_what_it_has_and_that_it_lives() {
+    let place = Place::new(CONFIG);
+    let notify = UnixDatagram::bind(place.path("notify")).unwrap();
+    notify.set_read_timeout(Some(Duration::from_secs(20))).unwrap();
+    let path = place.path("notify");
+    let mut daemon = place.start_with(|command| {
+        command.env("NOTIFY_SOCKET", path).env("WATCHDOG_USEC", "200000");
+    });
+    let mut all = String::new();
+    until("ready, status and two signs of life", || {
+        let mut buffer = [0; 4096];
+        let got = notify.recv(&mut buffer).unwrap();
+        all += std::str::from_utf8(&buffer[..got]).unwrap();
+        all += "\n";
+        all.matches("WATCHDOG=1").count() >= 2
+    });
+    assert!(all.contains("READY=1"), "{all}");
+    assert!(all.contains("STATUS=8 extents of "), "{all}");
+    daemon.signal(nix::sys::signal::Signal::SIGTERM);
+    let mut buffer = [0; 4096];
+    let stopping = std::iter::from_fn(|| notify.recv(&mut buffer).ok().map(|n| buffer[..n].to_vec()));
+    assert!(stopping.take(50).any(|m| m.starts_with(b"STOPPING=1")));
+}
+
+#[test]
+fn a_user_connects_only_where_the_sockets_mode_lets_him() {
+    let daemon = Place::new(&CONFIG.replace("0666", "0600")).start();
+    assert_eq!(daemon.raw().hello().fault, None);
+    let status = std::process::Command::new("/bin/sh")
+        .arg("-c")
+        .arg("test -w \"$0\"")
+        .arg(daemon.place.socket())
+        .uid(4001)
+        .gid(4001)
+        .status()
+        .unwrap();
+    assert!(!status.success());
+}
