@@ -9,7 +9,8 @@ use std::ffi::{c_char, c_int, c_void};
 
 /// `GGML_BACKEND_API_VERSION`.
 pub const API_VERSION: c_int = 3;
-/// Versions of ggml (major and minor) with which the layout was run by `scripts/llama` or the tests.
+/// Versions of ggml (major and minor) that have this layout: 0.27 is run by `scripts/llama`; 0.26's header was compared,
+/// and a prototype with this layout run.
 pub const KNOWN: &[(u32, u32)] = &[(0, 26), (0, 27)];
 /// `GGML_BACKEND_DEVICE_TYPE_GPU`: the only type to which llama.cpp gives KV caches without being asked.
 pub const DEVICE_TYPE_GPU: c_int = 1;

@@ -3,7 +3,9 @@
 // for bit. Only llama.cpp's public C API is used; with the plugin loaded, its extension calls are tried as well.
 //
 // usage: logits MODEL TYPE FLASH TOKENS THREADS      TYPE: f16 bf16 f32 q8_0 q4_0 mixed; FLASH: 0 1
+#include <ggml-alloc.h>
 #include <ggml-backend.h>
+#include <ggml.h>
 #include <llama.h>
 #include <stdbool.h>
 #include <stdint.h>
@@ -81,6 +83,97 @@ static void step(struct llama_context *c, struct llama_batch *b, int sequences, 
         add(l, vocab * sizeof *l);
         next[s] = best(l, vocab);
     }
+}
+
+static bool all(const uint8_t *bytes, size_t count, uint8_t value) {
+    while (count--) {
+        if (*bytes++ != value) {
+            return false;
+        }
+    }
+    return true;
+}
+
+// Every function of the plugin's buffers, through ggml's public interface; returns the line that is wrong, or 0. With
+// names of a KV cache, of a recurrent state, and with a size alone.
+static int buffers_work(ggml_backend_dev_t device) {
+    static uint8_t out[3 * 64 * 2], in[sizeof out];
+    ggml_backend_buffer_type_t type = ggml_backend_dev_buffer_type(device);
+    static const char *names[][2] = {{"cache_k_l0", "cache_v_l0"}, {"cache_r_l0", "cache_s_l0"}};
+    for (size_t i = 0; i < sizeof in; i++) {
+        in[i] = (uint8_t) (i * 7 + 1);
+    }
+    for (int kind = 0; kind < 2; kind++) {
+        struct ggml_init_params params = {16 * ggml_tensor_overhead(), NULL, true};
+        struct ggml_context *ctx = ggml_init(params);
+        struct ggml_tensor *k = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, 64, 4096, 2);
+        struct ggml_tensor *v = ggml_new_tensor_3d(ctx, GGML_TYPE_F16, 64, 4096, 2);
+        struct ggml_tensor *view = ggml_view_2d(ctx, k, 64, 4096, k->nb[1], k->nb[2]);
+        ggml_set_name(k, names[kind][0]);
+        ggml_set_name(v, names[kind][1]);
+        ggml_backend_buffer_t buffer = ggml_backend_alloc_ctx_tensors_from_buft(ctx, type);
+        if (!buffer || !ggml_backend_buffer_is_host(buffer) || view->data != (char *) k->data + k->nb[2]) {
+            return __LINE__;
+        }
+        ggml_backend_buffer_clear(buffer, 0);
+        ggml_backend_tensor_get(v, out, 4096 * 64, sizeof out);
+        if (!all(out, sizeof out, 0)) {
+            return __LINE__;
+        }
+        ggml_backend_tensor_set(k, in, 128 * 1000 + 2, sizeof in);
+        ggml_backend_tensor_get(k, out, 128 * 1000 + 2, sizeof out);
+        if (memcmp(in, out, sizeof in)) {
+            return __LINE__;
+        }
+        ggml_backend_tensor_set(view, in, 128, sizeof in);
+        ggml_backend_tensor_get(k, out, k->nb[2] + 128, sizeof out);
+        if (memcmp(in, out, sizeof in)) {
+            return __LINE__;
+        }
+        ggml_backend_tensor_memset(v, 9, 12288 - 50, 100);
+        ggml_backend_tensor_get(v, out, 12288 - 50, 100);
+        if (!all(out, 100, 9)) {
+            return __LINE__;
+        }
+        ggml_backend_tensor_copy(k, v);
+        ggml_backend_tensor_get(v, out, 128 * 1000 + 2, sizeof out);
+        if (memcmp(in, out, sizeof in)) {
+            return __LINE__;
+        }
+        ggml_backend_buffer_clear(buffer, 5);
+        ggml_backend_tensor_get(k, out, ggml_nbytes(k) - sizeof out, sizeof out);
+        if (!all(out, sizeof out, 5)) {
+            return __LINE__;
+        }
+        ggml_backend_buffer_clear(buffer, 0);
+        ggml_backend_tensor_get(k, out, ggml_nbytes(k) - sizeof out, sizeof out);
+        if (!all(out, sizeof out, 0)) {
+            return __LINE__;
+        }
+        ggml_backend_buffer_reset(buffer);
+        ggml_backend_buffer_free(buffer);
+        ggml_free(ctx);
+    }
+    ggml_backend_buffer_t plain = ggml_backend_buft_alloc_buffer(type, 1 << 20);
+    if (!plain || ggml_backend_buffer_get_size(plain) < 1 << 20) {
+        return __LINE__;
+    }
+    uint8_t *base = ggml_backend_buffer_get_base(plain);
+    base[12345] = 1;
+    if (base[12345] != 1 || base[12346] != 0) {
+        return __LINE__;
+    }
+    ggml_backend_buffer_free(plain);
+    // A thousand buffers, one after the other.
+    for (int i = 0; i < 1000; i++) {
+        plain = ggml_backend_buft_alloc_buffer(type, 1 << 20);
+        if (!plain) {
+            return __LINE__;
+        }
+        ((uint8_t *) ggml_backend_buffer_get_base(plain))[i * 100] = 1;
+        ggml_backend_buffer_free(plain);
+    }
+    return 0;
 }
 
 int main(int count, char **arg) {
@@ -208,6 +301,15 @@ int main(int count, char **arg) {
         fprintf(stderr, "extension: trimmed %d, ensured %d, held then %llu\n", back, more, (unsigned long long) after.units_held);
         fprintf(stderr, "extension: wrong %d %d %d\n", trim(s[0].id + 999, 0, 0, 1), trim(s[0].id, 99, 0, 1),
                 ensure(s[0].id, 0, 5, s[0].cells + 1));
+    }
+    ggml_backend_dev_t device = ggml_backend_dev_by_name("KVBROKER0");
+    if (device) {
+        const int wrong = buffers_work(device);
+        if (wrong) {
+            fprintf(stderr, "buffers: wrong in line %d\n", wrong);
+            return 7;
+        }
+        fprintf(stderr, "buffers: every function works\n");
     }
     llama_batch_free(b);
     llama_free(c);

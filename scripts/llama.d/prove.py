@@ -523,6 +523,7 @@ def logits(b):
                 must("extension: trimmed" in err and "extension: wrong -1 -1 -1" in err, err[-600:])
                 trimmed = re.search(r"trimmed (-?\d+), ensured (-?\d+), held then (\d+)", err)
                 must(int(trimmed[1]) > 0 and trimmed[2] == "0", err[-400:])
+                must("every function works" in err and "is no attention KV cache" in err, err[-600:])
         must(b.held() == 0, "blocks are still held")
     return f"{len(matrix)} settings"
 

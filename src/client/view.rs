@@ -78,17 +78,9 @@ impl View {
         let promise = Promise::new(blocks + 1)?;
         let map = |source| Error::Map { what: format!("a view of {bytes} bytes"), source };
         // SAFETY: the range is new; at a given address it only succeeds where nothing is mapped.
-        let base = unsafe { arena::map_zero(address, bytes, false) }.map_err(map)?;
+        let base = unsafe { arena::map_zero(address, bytes, false) }.map_err(map)?.as_ptr();
         let made_by = std::process::id();
-        Ok(View {
-            base: base.as_ptr(),
-            plane,
-            block_bytes,
-            blocks,
-            tokens_per_block,
-            made_by,
-            _promise: promise,
-        })
+        Ok(View { base, plane, block_bytes, blocks, tokens_per_block, made_by, _promise: promise })
     }
 
     /// What the engine is told.

@@ -85,18 +85,10 @@ impl Lease {
         self.entries.len()
     }
 
-    fn room(&self) -> Result<wire::Room, Error> {
-        let query = wire::Query { format: self.format.id.into(), reserved: 0.into() };
-        let reply = self.client.shared.call(Verb::Query, 0, |w| {
-            w.put(&query);
-        })?;
-        read_one(&reply)
-    }
-
     /// Refuses when not even one block can be had.
     pub fn admit_one(&self) -> Result<(), Error> {
-        let room = self.room()?;
-        if room.free.get() == 0 {
+        let room = self.client.shared.room(&self.format)?;
+        if room.free == 0 {
             let (needed, available) = (1, 0);
             let text = format!(
                 "no block of {} bytes can be granted now: the pool, or this tenant's share of it, is in use",
@@ -109,12 +101,12 @@ impl Lease {
 
     /// Takes blocks for all units now.
     pub fn reserve(&self, units: usize) -> Result<(), Error> {
-        let room = self.room()?;
-        let (needed, free) = (units as u64, room.free.get());
+        let room = self.client.shared.room(&self.format)?;
+        let (needed, free) = (units as u64, room.free);
         if needed > free {
-            let never = needed > room.capacity.get();
+            let never = needed > room.capacity;
             let fault = if never { wire::Fault::NeverFits } else { wire::Fault::Busy };
-            let available = if never { room.capacity.get() } else { free };
+            let available = if never { room.capacity } else { free };
             let bytes = self.format.slot_bytes;
             let text = format!(
                 "the whole context takes {needed} blocks of {bytes} bytes, {available} {}: use a shorter context or fewer slots, or leave KVBROKER_ADMIT unset to be granted what is written",
