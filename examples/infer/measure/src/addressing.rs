@@ -1,11 +1,10 @@
 //! Row `addressing`: what paging adds to a decode step, in instructions, as a share of the step.
 //!
-//! The program runs itself under callgrind, which counts inside [`decode_steps`] only and writes one dump each time it
-//! returns; loading and filling the caches are not counted.
+//! The program runs itself under callgrind, which counts inside [`decode_steps`] only: loading and filling the caches are not counted.
 
 use std::fs::File;
 use std::io::BufReader;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 
 use anyhow::{Context, Result, ensure};
@@ -23,32 +22,23 @@ use crate::figure::{at_most, reported};
 
 /// The weights as the file has them, Q4_1, and widened.
 const WEIGHTS: [&str; 2] = ["quantised", "f32"];
-const ELEMENTS: [(&str, Element); 2] = [("f16", Element::F16), ("f32", Element::F32)];
+/// Keys and values in f16, the engine's default.
+const ELEMENT: Element = Element::F16;
 /// Tokens held before the first counted step. Both are whole blocks: the first counted step takes a new one.
 const HELD: [usize; 2] = [512, 2048];
 /// Counted steps.
-const STEPS: usize = 4;
+const STEPS: usize = 2;
 
 /// Prints the row's figures.
 pub fn run() -> Result<()> {
     let dir = tempfile::tempdir()?;
-    // One process per kind of weights, side by side: counts do not depend on what else runs.
-    let mut children = Vec::new();
     for weights in WEIGHTS {
-        children.push((weights, start(weights, dir.path())?));
-    }
-    for (weights, child) in children {
-        let output = child.wait_with_output()?;
-        let said = String::from_utf8_lossy(&output.stderr);
-        ensure!(output.status.success(), "callgrind over {weights} weights failed: {said}");
-        let mut dumps = 1..;
-        let mut next =
-            || Count::read(&dir.path().join(format!("{weights}.{}", dumps.next().expect("endless"))));
-        for (element, _) in ELEMENTS {
-            for held in HELD {
-                let (paged, twin) = (next()?, next()?);
-                print(&format!("{weights}-{held}-{element}"), &paged, &twin);
-            }
+        for held in HELD {
+            // Side by side: counts do not depend on what else runs.
+            let [paged, twin] = ["paged", "contiguous"].map(|store| start(weights, held, store, dir.path()));
+            let (paged, twin) = (paged?.finish()?, twin?.finish()?);
+            ensure!(paged.logits == twin.logits, "the logits of the paged and the contiguous steps differ");
+            print(&format!("{weights}-{held}"), &paged, &twin);
         }
     }
     Ok(())
@@ -73,19 +63,36 @@ fn print(case: &str, paged: &Count, twin: &Count) {
     reported(&format!("addressing/attention-share-{case}"), of_step(twin.attend), "%", &note);
 }
 
-fn start(weights: &str, dir: &Path) -> Result<Child> {
-    Command::new("valgrind")
+/// A counted program that runs.
+struct Counting {
+    child: Child,
+    dump: PathBuf,
+}
+
+fn start(weights: &str, held: usize, store: &str, dir: &Path) -> Result<Counting> {
+    let dump = dir.join(format!("{weights}-{held}-{store}"));
+    let child = Command::new("valgrind")
         .args(["--tool=callgrind", "--compress-strings=no", "--compress-pos=no"])
-        .args(["--toggle-collect=*decode_steps*", "--dump-after=*decode_steps*"])
-        .arg(format!("--callgrind-out-file={}", dir.join(weights).display()))
+        .arg("--toggle-collect=*decode_steps*")
+        .arg(format!("--callgrind-out-file={}", dump.display()))
         .arg(std::env::current_exe()?)
-        .args(["counted", weights])
+        .args(["counted", weights, &held.to_string(), store])
         .env("RAYON_NUM_THREADS", "1")
         .stdin(Stdio::null())
-        .stdout(Stdio::null())
+        .stdout(Stdio::piped())
         .stderr(Stdio::piped())
         .spawn()
-        .context("valgrind does not start: is it installed?")
+        .context("valgrind does not start: is it installed?")?;
+    Ok(Counting { child, dump })
+}
+
+impl Counting {
+    fn finish(self) -> Result<Count> {
+        let output = self.child.wait_with_output()?;
+        let said = String::from_utf8_lossy(&output.stderr);
+        ensure!(output.status.success(), "callgrind failed: {said}");
+        Count::read(&self.dump, output.stdout)
+    }
 }
 
 /// Instructions of one [`decode_steps`].
@@ -94,18 +101,20 @@ struct Count {
     attend: f64,
     store: f64,
     ensure: f64,
+    /// The last step's logits, as the program printed their bits.
+    logits: Vec<u8>,
 }
 
 impl Count {
     /// Reads a dump. Its format is in valgrind's manual, "Callgrind Format Specification": a call is a line `cfn=`
     /// with the name of what is called, a line `calls=`, and a line that ends with what the call cost.
-    fn read(path: &Path) -> Result<Self> {
+    fn read(path: &Path, logits: Vec<u8>) -> Result<Self> {
         let text = std::fs::read_to_string(path).with_context(|| format!("callgrind wrote no {path:?}"))?;
         let number = |line: Option<&str>| {
             let last = line.and_then(|l| l.split_whitespace().last());
             last.and_then(|n| n.parse::<f64>().ok()).with_context(|| format!("{path:?} is no profile"))
         };
-        let mut count = Count { total: 0.0, attend: 0.0, store: 0.0, ensure: 0.0 };
+        let mut count = Count { total: 0.0, attend: 0.0, store: 0.0, ensure: 0.0, logits };
         count.total = number(text.lines().find(|l| l.starts_with("totals:")))?;
         let mut lines = text.lines();
         while let Some(line) = lines.next() {
@@ -123,31 +132,30 @@ impl Count {
     }
 }
 
-/// The counted program: for each case the paged steps, then the contiguous ones.
-pub fn counted(weights: &str) -> Result<()> {
+/// The counted program. Prints the bits of the last step's logits.
+pub fn counted(weights: &str, held: &str, store: &str) -> Result<()> {
     let precision = if weights == WEIGHTS[0] { Precision::File } else { Precision::F32 };
+    let held: usize = held.parse()?;
     let model = load(precision)?;
     let geometry = model.geometry();
-    for (_, element) in ELEMENTS {
-        for held in HELD {
-            let context = held + STEPS;
-            let client = Client::embedded(EmbeddedOptions::default())?;
-            let options = KvOptions {
-                label: "measure",
-                model: "smollm2",
-                fingerprint: "measure",
-                geometry,
-                element,
-                layout: Layout::PlaneMajor,
-                context,
-            };
-            let profile = client.profile(&geometry.profile(options.model, element, options.layout)?)?;
-            let mut paged = Broker::open_on(&client, &profile, &options)?;
-            let paged = side(&model, &mut paged, held)?;
-            let twin = side(&model, &mut Twin::new(geometry, element, context), held)?;
-            ensure!(paged == twin, "the logits of the paged and the contiguous steps differ");
-        }
-    }
+    let context = held + STEPS;
+    let logits = if store == "paged" {
+        let client = Client::embedded(EmbeddedOptions::default())?;
+        let options = KvOptions {
+            label: "measure",
+            model: "smollm2",
+            fingerprint: "measure",
+            geometry,
+            element: ELEMENT,
+            layout: Layout::PlaneMajor,
+            context,
+        };
+        let profile = client.profile(&geometry.profile(options.model, ELEMENT, options.layout)?)?;
+        side(&model, &mut Broker::open_on(&client, &profile, &options)?, held)?
+    } else {
+        side(&model, &mut Twin::new(geometry, ELEMENT, context), held)?
+    };
+    println!("{:x?}", logits.iter().map(|l| l.to_bits()).collect::<Vec<_>>());
     Ok(())
 }
 

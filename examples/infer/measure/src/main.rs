@@ -20,9 +20,9 @@ fn main() -> Result<()> {
             one_thread()?;
             first_token::run()
         }
-        ["counted", weights] => {
+        ["counted", weights, held, store] => {
             one_thread()?;
-            addressing::counted(weights)
+            addressing::counted(weights, held, store)
         }
         _ => bail!("usage: measure addressing|first-token"),
     }
