@@ -94,7 +94,7 @@ pub enum ConnectError {
     Nobody,
     #[error("{0} connections are open, as many as limits.connections allows")]
     Full(u32),
-    #[error("uid {uid} has {count} connections open, as many as limits.connections_per_tenant allows")]
+    #[error("uid {uid} has {count} connections open, as many as limits.connections-per-tenant allows")]
     TenantFull { uid: u32, count: u32 },
 }
 

@@ -103,7 +103,9 @@ impl Broker {
         if c.formats.len() as u32 >= most && !c.formats.contains(&id) {
             return Err(Refused::new(
                 Fault::OverLimit,
-                format!("a connection registers at most {most} profiles"),
+                format!(
+                    "a connection registers at most {most} profiles, as limits.profiles-per-connection allows"
+                ),
             ));
         }
         c.formats.insert(id);
@@ -168,7 +170,7 @@ impl Broker {
         let c = self.state.clients.get_mut(&session.client).expect("checked by the caller");
         if c.sessions.len() as u32 >= most {
             let text = format!(
-                "this connection has {most} sessions open, as many as limits.sessions_per_connection allows"
+                "this connection has {most} sessions open, as many as limits.sessions-per-connection allows"
             );
             return Err(Refused::new(Fault::OverLimit, text).numbers(u64::from(most) + 1, most.into()));
         }

@@ -8,13 +8,19 @@ use std::io;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::os::unix::fs::{PermissionsExt, chown};
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use nix::errno::Errno;
+use nix::fcntl::{Flock, FlockArg};
 use nix::sys::socket::{
     AddressFamily, Backlog, SockFlag, SockType, UnixAddr, accept4, bind, connect, listen, socket,
 };
 use nix::sys::stat::{Mode, umask};
 use thiserror::Error;
+
+/// How often a socket that is in the way is tried before a broker is believed to live behind it.
+const PROBES: u32 = 10;
+const PROBE_EVERY: Duration = Duration::from_millis(100);
 
 /// Why nobody can connect.
 #[derive(Debug, Error)]
@@ -34,7 +40,8 @@ pub enum ListenError {
 #[derive(Debug)]
 pub(super) struct Listener {
     fd: OwnedFd,
-    bound: Option<PathBuf>,
+    /// The path, and which file it was when it was bound: what somebody else has put there since is not removed.
+    bound: Option<(PathBuf, (u64, u64))>,
     /// Held so that there is one descriptor to accept with, and to hang up on, when there are no others.
     reserve: Option<std::fs::File>,
 }
@@ -53,6 +60,8 @@ impl Listener {
         let address = UnixAddr::new(path).map_err(call("this is no path for a socket"))?;
         let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
         let fd = socket(AddressFamily::Unix, kind, flags, None).map_err(call("socket"))?;
+        // Two that start at once take turns from here until one of them listens.
+        let _turn = turn(path)?;
         clear_the_way(path, kind, &address)?;
         // Nobody but this user, from the first moment; then what is configured.
         let before = umask(Mode::from_bits_truncate(0o177));
@@ -67,7 +76,8 @@ impl Listener {
         }
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).map_err(io("chmod"))?;
         listen(&fd, Backlog::MAXCONN).map_err(call("listen"))?;
-        Ok(Listener { fd, bound: Some(path.into()), reserve: reserve() })
+        let identity = identity(path).ok_or_else(|| ListenError::InUse(path.into()))?;
+        Ok(Listener { fd, bound: Some((path.into(), identity)), reserve: reserve() })
     }
 
     /// The next one who wants to talk; `None` when there is nobody, or nobody more in this turn. At the limit of open
@@ -99,6 +109,20 @@ impl Listener {
     }
 }
 
+/// Which file a path leads to.
+fn identity(path: &Path) -> Option<(u64, u64)> {
+    use std::os::unix::fs::MetadataExt;
+    std::fs::symlink_metadata(path).ok().map(|m| (m.dev(), m.ino()))
+}
+
+/// A lock on the socket's directory, held until it is dropped.
+fn turn(path: &Path) -> Result<Flock<std::fs::File>, ListenError> {
+    let directory = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let call = |call| move |source| ListenError::Call { path: path.into(), call, source };
+    let opened = std::fs::File::open(directory).map_err(call("opening its directory"))?;
+    Flock::lock(opened, FlockArg::LockExclusive).map_err(|(_, e)| call("locking its directory")(e.into()))
+}
+
 fn reserve() -> Option<std::fs::File> {
     std::fs::File::open("/dev/null").ok()
 }
@@ -111,18 +135,17 @@ fn clear_the_way(path: &Path, kind: SockType, address: &UnixAddr) -> Result<(), 
     }
     let call = |call| move |e: Errno| ListenError::Call { path: path.into(), call, source: e.into() };
     let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
-    let probe = socket(AddressFamily::Unix, kind, flags, None).map_err(call("socket"))?;
-    match connect(probe.as_raw_fd(), address) {
-        Err(Errno::ECONNREFUSED) => {
+    for _ in 0..PROBES {
+        let probe = socket(AddressFamily::Unix, kind, flags, None).map_err(call("socket"))?;
+        if connect(probe.as_raw_fd(), address) == Err(Errno::ECONNREFUSED) {
             log::info!("{}: taken over from a broker that has died", path.display());
-            std::fs::remove_file(path).map_err(|source| ListenError::Call {
-                path: path.into(),
-                call: "unlink",
-                source,
-            })
+            let unlink = |source| ListenError::Call { path: path.into(), call: "unlink", source };
+            return std::fs::remove_file(path).map_err(unlink);
         }
-        _ => Err(ListenError::InUse(path.into())),
+        // A broker that was killed a moment ago may still be on its way out.
+        std::thread::sleep(PROBE_EVERY);
     }
+    Err(ListenError::InUse(path.into()))
 }
 
 impl AsFd for Listener {
@@ -133,7 +156,10 @@ impl AsFd for Listener {
 
 impl Drop for Listener {
     fn drop(&mut self) {
-        if let Some(path) = &self.bound {
+        if let Some((path, bound)) = &self.bound {
+            if identity(path) != Some(*bound) {
+                return;
+            }
             if let Err(e) = std::fs::remove_file(path) {
                 log::warn!("{}: {e}", path.display());
             }
