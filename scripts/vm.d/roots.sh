@@ -18,9 +18,12 @@ debian_sources() {
     local main security
     main=$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian' | sed -n 1p)
     security=$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian-Security' | sed -n 1p)
-    main=${main:-http://deb.debian.org/debian/}
-    security=${security:-http://deb.debian.org/debian-security/}
-    printf 'deb %s %s main\n' "$main" "$suite" "$main" "$suite-updates" "$security" "$suite-security"
+    if [[ -z $main ]]; then
+        echo "vm: apt knows no Debian mirror on this host: run apt-get update first" >&2
+        return 1
+    fi
+    printf 'deb %s %s main\n' "$main" "$suite" "$main" "$suite-updates"
+    [[ -z $security ]] || printf 'deb %s %s main\n' "$security" "$suite-security"
 }
 
 # shellcheck disable=SC2016
