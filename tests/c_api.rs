@@ -1,16 +1,19 @@
 //! What a C programmer gets: the header, the libraries and pkg-config, compiled and run as a C program would be.
 #![cfg(feature = "daemon")]
 
+#[path = "common/daemon.rs"]
+mod daemon;
+
 use std::collections::BTreeSet;
 use std::ffi::{CStr, CString};
 use std::fs;
 use std::mem::offset_of;
 use std::os::unix::fs::symlink;
-use std::os::unix::net::UnixStream;
 use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::process::Command;
 use std::ptr::{null, null_mut};
 
+use daemon::Daemon;
 use kvbroker::capi;
 
 fn root() -> &'static Path {
@@ -94,46 +97,6 @@ impl Prefix {
             command.env("LD_LIBRARY_PATH", self.directory.path().join("lib"));
         }
         command
-    }
-}
-
-/// A daemon of the test's own; it ends with this.
-struct Daemon {
-    child: Child,
-    directory: tempfile::TempDir,
-}
-
-impl Daemon {
-    fn start() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let config = directory.path().join("kvbroker.toml");
-        let at = |name: &str| directory.path().join(name).display().to_string();
-        let text = format!(
-            "[pool]\nsize = \"4M\"\nextent = \"1M\"\nbackend = \"memfd\"\nlock = false\n[socket]\npath = {:?}\nadmin-path = {:?}\n",
-            at("client.sock"),
-            at("admin.sock")
-        );
-        fs::write(&config, text).unwrap();
-        let child =
-            Command::new(env!("CARGO_BIN_EXE_kvbrokerd")).arg("--config").arg(&config).spawn().unwrap();
-        let mut daemon = Daemon { child, directory };
-        // The admin socket is a stream, so that it can be tried without the client's protocol.
-        while UnixStream::connect(daemon.directory.path().join("admin.sock")).is_err() {
-            assert!(daemon.child.try_wait().unwrap().is_none(), "the daemon has ended");
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
-        daemon
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.directory.path().join("client.sock")
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
     }
 }
 
@@ -305,8 +268,7 @@ fn a_broker_that_dies_is_told_and_what_is_held_stays_readable() {
         assert_eq!(capi::kvb_session_ensure(session, 40), 0);
         assert_eq!(capi::kvb_session_write_row(session, 39, 1, 1, row.as_ptr().cast(), 512), 0);
         assert_eq!(capi::kvb_client_poll(client), 0);
-        daemon.child.kill().unwrap();
-        daemon.child.wait().unwrap();
+        daemon.kill();
         assert_eq!(capi::kvb_client_poll(client), LOST);
         assert_eq!(capi::kvb_session_ensure(session, 4000), LOST);
         assert_eq!(capi::kvb_session_read_row(session, 39, 1, 1, got.as_mut_ptr().cast(), 512), 0);

@@ -1,12 +1,15 @@
 //! `docs/protocol.md` against the code: every table, every hex dump; and a client in plain C that knows the document only.
 #![cfg(feature = "daemon")]
 
+#[path = "common/daemon.rs"]
+mod daemon;
+
 use std::fs;
-use std::os::unix::net::UnixStream;
-use std::path::{Path, PathBuf};
-use std::process::{Child, Command};
+use std::path::Path;
+use std::process::Command;
 use std::sync::Arc;
 
+use daemon::Daemon;
 use kvbroker::broker::{Broker, Peer, Policy};
 use kvbroker::heap::Memfd;
 use kvbroker::id::{BlockId, ClientId, ExtentId, Place};
@@ -236,45 +239,10 @@ fn the_hex_of_the_document_is_what_client_and_broker_really_say() {
     assert!(found == expected, "the document should have:\n\n{whole}");
 }
 
-struct Daemon {
-    child: Child,
-    directory: tempfile::TempDir,
-}
-
-impl Daemon {
-    fn start() -> Self {
-        let directory = tempfile::tempdir().unwrap();
-        let at = |name: &str| directory.path().join(name);
-        let (socket, admin) = (at("client.sock"), at("admin.sock"));
-        let text = format!(
-            "[pool]\nsize = \"4M\"\nextent = \"1M\"\nbackend = \"memfd\"\nlock = false\n[socket]\npath = {socket:?}\nadmin-path = {admin:?}\n"
-        );
-        fs::write(at("kvbroker.toml"), text).unwrap();
-        let mut command = Command::new(env!("CARGO_BIN_EXE_kvbrokerd"));
-        let mut child = command.arg("--config").arg(at("kvbroker.toml")).spawn().unwrap();
-        while UnixStream::connect(&admin).is_err() {
-            assert!(child.try_wait().unwrap().is_none(), "the daemon has ended");
-            std::thread::sleep(std::time::Duration::from_millis(5));
-        }
-        Daemon { child, directory }
-    }
-
-    fn socket(&self) -> PathBuf {
-        self.directory.path().join("client.sock")
-    }
-}
-
-impl Drop for Daemon {
-    fn drop(&mut self) {
-        let _ = self.child.kill();
-        let _ = self.child.wait();
-    }
-}
-
 #[test]
 fn a_client_written_from_the_document_alone_works_with_the_daemon() {
     let daemon = Daemon::start();
-    let program = daemon.directory.path().join("wire");
+    let program = daemon.socket().with_file_name("wire");
     let source = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/wire.c");
     let flags = ["-Wall", "-Wextra", "-Wpedantic", "-Werror", "-std=c11", "-D_GNU_SOURCE"];
     let compiled = Command::new("cc").args(flags).arg(source).arg("-o").arg(&program).output().unwrap();

@@ -48,7 +48,6 @@ struct Node {
     tenant: Tenant,
     /// Which chains that were pinned go through here, named by their last block.
     pins: BTreeSet<Digest>,
-    tokens: u32,
 }
 
 /// What of a chain is known.
@@ -76,11 +75,11 @@ pub struct Prefixes {
 impl Prefixes {
     /// Publishes `block` under `name`; `false` if another block has that name already, which stays, or if the block
     /// has another name already: what it holds was true of its first name, and it has only one entry to be forgotten by.
-    pub fn publish(&mut self, name: Digest, block: BlockId, tenant: Tenant, tokens: u32) -> bool {
+    pub fn publish(&mut self, name: Digest, block: BlockId, tenant: Tenant) -> bool {
         if self.nodes.contains_key(&name) || self.by_place.contains_key(&block.place) {
             return false;
         }
-        self.nodes.insert(name, Node { block, tenant, pins: BTreeSet::new(), tokens });
+        self.nodes.insert(name, Node { block, tenant, pins: BTreeSet::new() });
         self.by_place.insert(block.place, name);
         true
     }
@@ -153,14 +152,14 @@ mod tests {
     fn a_block_stays_pinned_until_the_last_chain_through_it_lets_go() {
         let mut index = Prefixes::default();
         let block = BlockId { place: Place { extent: ExtentId(1), slot: 0 }, generation: 1 };
-        assert!(index.publish([1; 32], block, Tenant(7), 16));
-        assert!(!index.publish([1; 32], block, Tenant(7), 16));
+        assert!(index.publish([1; 32], block, Tenant(7)));
+        assert!(!index.publish([1; 32], block, Tenant(7)));
         assert_eq!(index.pin(&[1; 32], [1; 32], true), Some(block));
         assert_eq!(index.pin(&[1; 32], [2; 32], true), None);
         assert_eq!(index.pin(&[1; 32], [1; 32], false), None);
         assert_eq!(index.pin(&[1; 32], [1; 32], false), None, "unpinning twice counts once");
         assert_eq!(index.pin(&[1; 32], [2; 32], false), Some(block));
-        assert!(!index.publish([2; 32], block, Tenant(7), 16), "a block has one name");
+        assert!(!index.publish([2; 32], block, Tenant(7)), "a block has one name");
         index.forget(block.place);
         assert_eq!(index.look_up(&[1; 32]), None);
         assert_eq!(index.stats(), PrefixStats { blocks: 0, pinned: 0, queries: 1, hits: 0 });

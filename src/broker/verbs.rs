@@ -393,7 +393,7 @@ impl Broker {
         for (block, tokens) in to_seal.into_iter().zip(tokens.chunks(per_block as usize)) {
             name = prefix::child(&name, tokens);
             self.state.pool.seal(block.place);
-            duplicates += u32::from(!self.state.prefixes.publish(name, block, tenant, per_block));
+            duplicates += u32::from(!self.state.prefixes.publish(name, block, tenant));
             self.session_mut(id).names.push(name);
         }
         let mut reply = Reply::default();
@@ -416,11 +416,10 @@ impl Broker {
         let names = s.names[..blocks as usize].to_vec();
         let own: Vec<BlockId> = s.table[..blocks as usize].to_vec();
         let (tenant, chain) = (s.tenant, names[names.len() - 1]);
-        let per_block = self.state.formats[&s.format].profile.tokens_per_block();
         let mut changed = 0;
         for (name, own) in names.iter().zip(own) {
             // Whoever published it first may have gone; then this session's block takes the name.
-            self.state.prefixes.publish(*name, own, tenant, per_block);
+            self.state.prefixes.publish(*name, own, tenant);
             if let Some(block) = self.state.prefixes.pin(name, chain, on) {
                 changed += 1;
                 if self.state.pool.pin(block.place, on) == Dropped::Freed {
