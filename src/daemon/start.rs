@@ -14,6 +14,7 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::SockType;
 use thiserror::Error;
 
+use super::check::{cut, memory_bytes};
 use super::config::{BackendChoice, Config, DeviceAccess};
 use super::listener::{ListenError, Listener};
 use super::server::Server;
@@ -21,7 +22,7 @@ use super::worker::Worker;
 use crate::broker::Broker;
 use crate::heap::{DmaHeap, Heap, HeapError, Memfd};
 use crate::map::page_bytes;
-use crate::packing::{Extents, PackingError, Placement, block_sizes};
+use crate::packing::PackingError;
 use crate::size::Size;
 
 /// Why the daemon does not serve.
@@ -76,12 +77,6 @@ fn choose_heap(config: &Config) -> Result<(Arc<dyn Heap>, String), StartError> {
     Ok((Arc::new(Memfd::new(false)), why.into()))
 }
 
-fn memory_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
-}
-
 fn listeners(config: &Config) -> Result<(Listener, Listener), StartError> {
     let (mut clients, mut admin) = (None, None);
     for (fd, name) in sd_notify::listen_fds_with_names()? {
@@ -126,19 +121,10 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         return Err(StartError::LargerThanMemory { pool, memory });
     }
     let (heap, why) = choose_heap(config)?;
-    let page = page_bytes() as u64;
-    let placement = match heap.backend() {
-        crate::heap::Backend::DmaHeap => Placement::cma(page, config.cma_alignment_order)?,
-        _ => Placement::pages(page)?,
-    };
-    // Extents are cut as for CMA also where memory is scattered: the sizes are good ones, and the same everywhere.
-    let cma = Placement::cma(page, config.cma_alignment_order)?;
-    let blocks = block_sizes(&config.profiles);
-    let cut = Extents::choose(config.pool_bytes, config.extent, &blocks, cma)?;
-    let extents = Extents::of(config.pool_bytes, cut.bytes, placement)?;
+    let extents = cut(config, heap.backend() == crate::heap::Backend::DmaHeap)?;
     let least = config.minimum_bytes.div_ceil(extents.bytes).max(1);
     let as_count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-    let mut policy = config.policy(extents.bytes, cut.one_block);
+    let mut policy = config.policy(extents.bytes, extents.one_block);
     let most = connections_within_open_files(extents.count);
     if policy.connections > most {
         log::warn!(
