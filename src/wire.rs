@@ -393,7 +393,7 @@ codes! {
         /// Ends a session.
         Close = 14, "close";
         /// Names blocks that the table does not have, and says which are published.
-        Skip = 15, "skip";
+        Skip = 16, "skip";
     }
 }
 

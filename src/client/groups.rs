@@ -119,6 +119,30 @@ impl GroupedProfile {
         self.groups[at.group].planes(at.index)
     }
 
+    /// Takes `blocks` blocks of each group as credit now, all or none, as [`ClientProfile::reserve`].
+    pub fn reserve(&self, blocks: u32) -> Result<(), Error> {
+        self.reserve_each(&vec![blocks; self.groups.len()])
+    }
+
+    fn reserve_each(&self, blocks: &[u32]) -> Result<(), Error> {
+        for (group, (profile, wanted)) in self.groups.iter().zip(blocks).enumerate() {
+            if let Err(e) = profile.reserve(*wanted) {
+                for (profile, blocks) in self.groups.iter().zip(blocks).take(group) {
+                    if let Err(why) = profile.unreserve(*blocks) {
+                        log::debug!("format {}: blocks stay credit: {why}", profile.format.id);
+                    }
+                }
+                return Err(e);
+            }
+        }
+        Ok(())
+    }
+
+    /// Gives all credit of all groups back to the broker.
+    pub fn release_credit(&self) -> Result<(), Error> {
+        self.groups.iter().try_for_each(ClientProfile::release_credit)
+    }
+
     fn window(&self, group: usize) -> Option<usize> {
         self.profile.groups()[group].window.map(|w| w as usize)
     }
@@ -181,6 +205,12 @@ impl GroupedSession {
     /// Tokens that the sequence holds, those that groups with a window have dropped counted in.
     pub fn tokens(&self) -> usize {
         self.tokens
+    }
+
+    /// The first token that all groups still have: where the newest window begins, or what
+    /// [`trim_head`](Self::trim_head) has left.
+    pub fn first_token(&self) -> usize {
+        self.sessions.iter().map(Session::first_token).max().unwrap_or(0)
     }
 
     /// The sliding window of a layer in tokens, for [`Shape::window`](crate::attention::Shape::window).
@@ -263,17 +293,7 @@ impl GroupedSession {
     /// long as no other session of this process uses the credit, [`ensure`](Self::ensure) is not refused on the way.
     pub fn reserve(&mut self, tokens: usize, step: usize) -> Result<(), Error> {
         let missing: Vec<u32> = (0..self.sessions.len()).map(|g| self.missing(g, tokens, step)).collect();
-        for (group, blocks) in missing.iter().enumerate() {
-            if let Err(e) = self.profile.groups[group].reserve(*blocks) {
-                for (profile, blocks) in self.profile.groups.iter().zip(&missing).take(group) {
-                    if let Err(why) = profile.unreserve(*blocks) {
-                        log::debug!("format {}: blocks stay credit: {why}", profile.format.id);
-                    }
-                }
-                return Err(e);
-            }
-        }
-        Ok(())
+        self.profile.reserve_each(&missing)
     }
 
     /// The blocks that a group lacks for growing to `tokens` in steps of up to `step`.
@@ -325,6 +345,19 @@ impl GroupedSession {
         }
         self.tokens = tokens;
         Ok(())
+    }
+
+    /// Drops the tokens before `first` in all groups, as far as they fill whole blocks; groups with a window drop what has
+    /// left it by themselves. Returns the first token that all groups still have.
+    pub fn trim_head(&mut self, first: usize) -> Result<usize, Error> {
+        if first > self.tokens {
+            let text = format!("cannot drop {first} tokens: the sequence holds {}", self.tokens);
+            return Err(Error::Invalid(text));
+        }
+        for session in &mut self.sessions {
+            session.trim_head(first)?;
+        }
+        Ok(self.first_token())
     }
 
     /// A second sequence over the same tokens, as [`Session::fork`].

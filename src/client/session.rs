@@ -590,7 +590,10 @@ impl Session {
             return Err(Error::Invalid(text));
         }
         let (shift, end) = (self.shift(), ids.len() >> self.shift());
-        if self.sealed < self.head && self.head < end {
+        if self.sealed < self.head {
+            if end <= self.head {
+                return Ok(self.sealed << shift);
+            }
             self.name_dropped(ids)?;
         }
         while self.sealed < end {

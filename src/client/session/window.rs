@@ -11,10 +11,8 @@ use crate::id::{BlockId, ExtentId, Place};
 use crate::wire::{self, MAX_TOKENS, Reader, Verb};
 
 /// Stands for a block that the table does not have.
-const HOLE: Entry = Entry {
-    block: BlockId { place: Place { extent: ExtentId(0), slot: 0 }, generation: 0 },
-    shared: false,
-};
+const HOLE: Entry =
+    Entry { block: BlockId { place: Place { extent: ExtentId(0), slot: 0 }, generation: 0 }, shared: false };
 
 impl Session {
     /// Which whole blocks of a prompt are published, one by one from its start. The session must not hold tokens, and
