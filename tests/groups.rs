@@ -276,6 +276,27 @@ fn a_pinned_prefix_keeps_what_is_read_after_it_and_no_more() {
 }
 
 #[test]
+fn where_one_group_misses_the_longest_length_a_shorter_one_is_found() {
+    let broker = broker(40);
+    let c = client(&broker, 0);
+    let ids: Vec<u32> = (0..400).collect();
+    let mut s = open(&c);
+    run(&mut s, 96, 16, 1);
+    s.seal(&ids[..96]).unwrap();
+    s.pin(96).unwrap();
+    run(&mut s, 160, 16, 1);
+    assert_eq!(s.seal(&ids[..160]).unwrap(), 160);
+    run(&mut s, 400, 16, 1);
+    // Full attention has 160 tokens; layers with a window have only what is read after the 96 that are pinned.
+    let mut t = open(&c);
+    assert_eq!(t.attach(&ids[..200]).unwrap(), 96);
+    assert_eq!((blocks(&t.groups()[0]), blocks(&t.groups()[1])), (6, 3));
+    holds(&t, 1);
+    run(&mut t, 200, 16, 1);
+    holds(&t, 1);
+}
+
+#[test]
 fn a_fork_and_a_trim_go_over_all_groups() {
     let broker = broker(40);
     let c = client(&broker, 0);

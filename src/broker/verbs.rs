@@ -415,9 +415,9 @@ impl Broker {
         let first = (profile.first_visible(0, u64::from(blocks) * per_block) / per_block) as u32;
         if blocks == 0 || blocks > s.sealed() || first < s.head {
             let text = format!(
-                "{id} has sealed blocks {} to {}: it cannot pin blocks {first} to {blocks}",
-                s.head,
-                s.sealed()
+                "{id} has {} sealed blocks from block {} on: it cannot pin blocks {first} to {blocks}",
+                s.sealed().saturating_sub(s.head),
+                s.head
             );
             return Err(Refused::bad(text));
         }

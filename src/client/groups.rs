@@ -435,6 +435,9 @@ impl GroupedSession {
         }
         // What full attention has is held from here on; of the others only the end counts.
         let whole = longest.div_ceil(1 << shift).min(ids.len() >> shift);
+        if whole == 0 {
+            return full.iter().try_for_each(|g| self.sessions[*g].trim(0)).map(|()| Some(0));
+        }
         let mut runs = Vec::new();
         for &group in &windowed {
             runs.push(runs_of(&self.sessions[group].look_up(&ids[..whole << shift])?));
@@ -462,10 +465,13 @@ impl GroupedSession {
         Ok(Some(held))
     }
 
-    /// Makes all groups empty.
+    /// Makes all groups of a sequence without tokens empty.
     fn start_anew(&mut self) -> Result<(), Error> {
-        self.tokens = 0;
-        self.sessions.iter_mut().try_for_each(Session::clear)
+        let profile = &self.profile;
+        self.sessions.iter_mut().enumerate().try_for_each(|(group, session)| match profile.window(group) {
+            Some(_) => session.clear(),
+            None => session.trim(0),
+        })
     }
 
     /// Keeps the prefix of the first `tokens` tokens, which must be sealed (whole blocks; a rest is left out), for ever:

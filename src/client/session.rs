@@ -687,8 +687,8 @@ impl Session {
         Ok(read_one::<wire::Counted>(&reply)?.blocks.get() as usize)
     }
 
-    /// Keeps the sealed blocks among the first `tokens` tokens for ever, whoever comes and goes. Returns how many
-    /// blocks were not pinned before.
+    /// Keeps the sealed blocks among the first `tokens` tokens for ever, whoever comes and goes; of a profile with a
+    /// window, those that the token after them sees. Returns how many blocks were not pinned before.
     pub fn pin(&mut self, tokens: usize) -> Result<usize, Error> {
         self.send_pin(tokens, true)
     }
