@@ -393,7 +393,7 @@ codes! {
         /// Ends a session.
         Close = 14, "close";
         /// Names blocks that the table does not have, and says which are published.
-        Skip = 16, "skip";
+        Skip = 20, "skip";
     }
 }
 
@@ -667,6 +667,8 @@ mod tests {
             (size_of::<LayerRow>(), 12),
             (size_of::<Open>(), 80),
             (size_of::<Report>(), 16),
+            (size_of::<Skip>(), 8),
+            (size_of::<Present>(), 8),
             (size_of::<Grow>(), 24),
             (size_of::<Trim>(), 32),
             (size_of::<WireBlock>(), 16),

@@ -325,6 +325,24 @@ fn a_fork_and_a_trim_go_over_all_groups() {
 }
 
 #[test]
+fn a_head_that_the_engine_drops_is_gone_in_all_groups_and_the_rest_can_still_be_trimmed() {
+    let broker = broker(40);
+    let c = client(&broker, 0);
+    let mut s = open(&c);
+    run(&mut s, 200, 10, 1);
+    assert_eq!(s.trim_head(100).unwrap(), 144, "the window begins there");
+    assert_eq!(s.groups()[0].first_token(), 96);
+    s.trim(195).unwrap();
+    assert!(s.trim(90).is_err());
+    run(&mut s, 260, 10, 1);
+    assert_eq!((s.groups()[0].first_token(), s.tokens()), (96, 260));
+    let mut got = [0; ROW];
+    s.read_row(96, 5, Kv::K, &mut got).unwrap();
+    assert_eq!(got[..], row(96, 5, Kv::K, 1));
+    assert!(s.read_row(95, 5, Kv::K, &mut got).is_err());
+}
+
+#[test]
 fn attention_over_a_table_without_its_head_equals_attention_over_all_rows() {
     let (heads, dim) = (2, 128);
     let shape = |window| Shape { window, ..Shape::new(2 * heads, heads, dim) };

@@ -202,6 +202,12 @@ impl GroupedSession {
         &self.sessions
     }
 
+    /// The session of one group, for what is about it alone, such as views and windows for a device. Growing or trimming it
+    /// by itself leaves the groups with different lengths.
+    pub fn group_mut(&mut self, group: usize) -> Option<&mut Session> {
+        self.sessions.get_mut(group)
+    }
+
     /// Tokens that the sequence holds, those that groups with a window have dropped counted in.
     pub fn tokens(&self) -> usize {
         self.tokens
@@ -323,12 +329,12 @@ impl GroupedSession {
             return Err(Error::Invalid(text));
         }
         for (group, session) in self.sessions.iter().enumerate() {
-            if tokens > 0 && session.first_token() > self.first_read(group, tokens) {
-                let window = self.profile.window(group).unwrap_or(0);
-                let text = format!(
-                    "cannot trim to {tokens}: layers with a window of {window} have dropped the tokens before {}",
-                    session.first_token()
-                );
+            // Whoever drops the head of layers that see all knows what is still read.
+            let (window, first) = (self.profile.window(group), session.first_token());
+            let least = window.map_or(tokens, |_| self.first_read(group, tokens));
+            if tokens > 0 && first > least {
+                let who = window.map_or("layers".into(), |w| format!("layers with a window of {w}"));
+                let text = format!("cannot trim to {tokens}: {who} have dropped the tokens before {first}");
                 return Err(Error::Invalid(text));
             }
         }

@@ -6,7 +6,7 @@
 
 #![allow(unsafe_code)]
 
-mod window;
+mod skip;
 
 use std::ops::Range;
 use std::sync::Arc;
