@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::config::{BackendChoice, Config, ConfigError, DeviceAccess, Origins};
-use crate::heap::DmaHeap;
+use crate::heap::{Backend, DmaHeap, UDMABUF_DEVICE};
 use crate::map::page_bytes;
 use crate::packing::{CMA_ALIGNMENT_ORDERS, Extents, PackingError, Placement, block_sizes};
 use crate::size::Size;
@@ -57,12 +57,22 @@ pub(super) fn memory_bytes() -> Option<u64> {
     Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
-/// Whether a heap under `/dev/dma_heap` is to be used.
-pub(super) fn wants_heap(config: &Config) -> bool {
-    match config.backend {
-        BackendChoice::DmaHeap => true,
-        BackendChoice::Auto => config.device == DeviceAccess::Contiguous || config.heap.is_some(),
-        _ => false,
+/// What the pool is made of, and why: what is configured, else by who reads the memory.
+pub(super) fn backend(config: &Config) -> (Backend, &'static str) {
+    match (config.backend, config.device) {
+        (BackendChoice::DmaHeap, _) => (Backend::DmaHeap, "configured"),
+        (BackendChoice::Udmabuf, _) => (Backend::Udmabuf, "configured"),
+        (BackendChoice::Memfd, _) => (Backend::Memfd, "configured"),
+        (BackendChoice::Auto, DeviceAccess::Contiguous) => {
+            (Backend::DmaHeap, "a device reads the pool and cannot scatter")
+        }
+        (BackendChoice::Auto, DeviceAccess::Iommu) => {
+            (Backend::Udmabuf, "a device behind an IOMMU reads the pool")
+        }
+        (BackendChoice::Auto, DeviceAccess::None) if config.heap.is_some() => {
+            (Backend::DmaHeap, "a heap is named")
+        }
+        (BackendChoice::Auto, DeviceAccess::None) => (Backend::Memfd, "no device reads the pool"),
     }
 }
 
@@ -71,7 +81,8 @@ pub(super) fn consistent(config: &Config) -> Result<Extents, ConfigError> {
     let origins = &config.origins;
     values(config, origins)?;
     paths(config, origins)?;
-    let extents = cut(config, wants_heap(config)).map_err(|e| packing(config, origins, &e))?;
+    let extents =
+        cut(config, backend(config).0 == Backend::DmaHeap).map_err(|e| packing(config, origins, &e))?;
     let least = config.minimum_bytes.div_ceil(extents.bytes).max(1);
     if least > extents.count {
         let most = Size::from_bytes(extents.count * extents.bytes);
@@ -204,8 +215,16 @@ fn packing(config: &Config, origins: &Origins, error: &PackingError) -> ConfigEr
 /// Where the memory would come from. That the heap is there is checked; that it may be opened is the daemon's to find
 /// out, who runs as another user than whoever checks.
 fn source(config: &Config, origins: &Origins) -> Result<String, ConfigError> {
-    if !wants_heap(config) {
-        return Ok("memfd".into());
+    match backend(config).0 {
+        Backend::DmaHeap => {}
+        Backend::Udmabuf if Path::new(UDMABUF_DEVICE).exists() => return Ok(UDMABUF_DEVICE.into()),
+        Backend::Udmabuf => {
+            let why = format!(
+                "there is no {UDMABUF_DEVICE}: load the module (modprobe udmabuf), or use another backend"
+            );
+            return Err(origins.wrong("pool.backend", "udmabuf", why));
+        }
+        Backend::Memfd | Backend::Imaginary => return Ok("memfd".into()),
     }
     let directory = &config.heap_directory;
     let path: PathBuf = match &config.heap {

@@ -42,6 +42,8 @@ pub enum DeviceAccess {
     None,
     /// It must have physically contiguous memory.
     Contiguous,
+    /// It is behind an IOMMU and imports dma-bufs, whose pages may be scattered.
+    Iommu,
 }
 
 /// Which kind of memory.
@@ -53,6 +55,8 @@ pub enum BackendChoice {
     Auto,
     /// A heap under /dev/dma_heap.
     DmaHeap,
+    /// dma-bufs that /dev/udmabuf makes of memfds.
+    Udmabuf,
     /// Sealed memfds.
     Memfd,
 }
@@ -350,7 +354,7 @@ impl Config {
 
     /// Whether the pool comes from a heap under /dev/dma_heap.
     pub fn wants_heap(&self) -> bool {
-        check::wants_heap(self)
+        check::backend(self).0 == crate::heap::Backend::DmaHeap
     }
 
     /// Whether a device that cannot scatter is configured to read the pool.
