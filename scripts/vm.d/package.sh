@@ -21,6 +21,8 @@ pack_packages() {
     cp "$vm_d/live.c" "$work/dev/"
     in_root -b "$work/dev:/src" gcc -std=c11 -Wall -Wextra -Werror -O2 -I/src/usr/include /src/live.c \
         -L/src/usr/lib/x86_64-linux-gnu -lkvbroker -o /src/live
+    # The tools for the machine itself are in the other root.
+    root_of bench
     install -m 755 "$work/dev/live" "$place/"
     install -m 755 "$busybox" "$tree/bin/busybox"
     install -m 755 "$vm_d/init-package" "$tree/init"
@@ -36,7 +38,6 @@ package_tests() {
     stage disk disk_of
     busybox_of x86_64
     stage 'packages and initramfs' pack_packages
-    root_of bench
     extra_binds=(-r "${disk%/*}:/tmp/disk")
     stage 'machine package' boot x86_64 -drive file=/tmp/disk/disk.ext4,format=raw,if=virtio,snapshot=on
     report package
