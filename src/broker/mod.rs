@@ -26,12 +26,13 @@ use thiserror::Error;
 
 pub use prefix::PrefixStats;
 pub use record::RecordError;
-pub use report::{ExtentReport, LedgerReport, MapReport, PoolReport, SessionReport, StatusReport};
+pub use report::{ExtentReport, LedgerReport, MapReport, PoolReport, PoolWaste, SessionReport, StatusReport};
 pub use session::Session;
 
 use crate::heap::{Buffer, Heap, HeapError};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
 use crate::map::page_bytes;
+use crate::packing::Extents;
 use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
 use crate::wire::{self, Fault, Verb, WireError, Writer};
@@ -303,6 +304,8 @@ pub struct Broker {
     policy: Policy,
     instance: u64,
     wanted_extents: u32,
+    /// How the configured pool was cut, for the status.
+    cut: Option<Extents>,
     state: State,
     buffers: BTreeMap<ExtentId, Arc<Buffer>>,
     outbox: VecDeque<Output>,
@@ -359,6 +362,7 @@ impl Broker {
             policy,
             instance: fresh_instance(),
             wanted_extents: 0,
+            cut: None,
             state,
             buffers: BTreeMap::new(),
             outbox: VecDeque::new(),
@@ -380,6 +384,11 @@ impl Broker {
     /// Why the pool is made of this kind of memory: shown in the status.
     pub fn set_reason(&mut self, reason: String) {
         self.reason = reason;
+    }
+
+    /// How the pool was cut: shown in the status, with what that costs.
+    pub fn set_cut(&mut self, cut: Extents) {
+        self.cut = Some(cut);
     }
 
     /// The heap that the pool is made of.

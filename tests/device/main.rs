@@ -7,11 +7,17 @@
 //! `service` and `sandbox` need the machine with a real systemd (`scripts/vm systemd`): the installed files seen from
 //! outside, and from inside the daemon's unit. Everything else runs in the small machine.
 //!
+//! `pool` and `disaster` run the real daemon (`broker`) on those heaps. `disaster::out_of_memory` fills the machine and
+//! needs one of the article's size (`scripts/vm disaster`).
+//!
 //! `kernel` holds what the kernel itself must do for the product's promises to hold. Its assertions are what the
 //! design rests on, so a kernel on which one of them fails is a kernel that the product must treat differently.
 
+mod broker;
+mod disaster;
 mod iommu;
 mod kernel;
+mod pool;
 mod sandbox;
 mod service;
 mod support;

@@ -138,6 +138,16 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
             pool.extents_wanted
         )?;
     }
+    if pool.waste.alignment > 0 {
+        let (lost, of) = (mib(pool.waste.alignment), mib(pool.configured_bytes));
+        let share = pool.waste.alignment as f64 / pool.configured_bytes.max(1) as f64 * 100.0;
+        writeln!(
+            out,
+            "          {lost} of the {of} ({share:.0} %) lie between extents: the kernel starts each on a multiple of {}. \
+             Larger extents of several blocks (extent = \"auto\") avoid it: see kvbctl plan",
+            mib(pool.stride_bytes)
+        )?;
+    }
     for f in &s.formats {
         let waste = f.waste_bytes_per_extent as f64 / pool.extent_bytes as f64 * 100.0;
         let blocks = u64::from(f.blocks_per_extent) * u64::from(pool.extents);
