@@ -10,6 +10,8 @@
 //! `pool` and `disaster` run the real daemon (`broker`) on those heaps. `disaster::out_of_memory` fills the machine and
 //! needs one of the article's size (`scripts/vm disaster`).
 //!
+//! `measure` has no assertion of interest: it prints what `scripts/bench` reports.
+//!
 //! `kernel` holds what the kernel itself must do for the product's promises to hold. Its assertions are what the
 //! design rests on, so a kernel on which one of them fails is a kernel that the product must treat differently.
 
@@ -17,6 +19,7 @@ mod broker;
 mod disaster;
 mod iommu;
 mod kernel;
+mod measure;
 mod pool;
 mod sandbox;
 mod service;
