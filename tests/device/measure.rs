@@ -15,7 +15,7 @@ use std::time::{Duration, Instant};
 use kvbroker::heap::{DmaHeap, Heap, Memfd};
 
 use crate::broker::HeapRule;
-use crate::support::{AREA, CMA_HEAP, DAEMON, EXTENT, Map, SYSTEM_HEAP};
+use crate::support::{AREA, CMA_HEAP, DAEMON, EXTENT, MIB, Map, SYSTEM_HEAP};
 
 const EXTENTS: usize = AREA / EXTENT - 1;
 const ROUNDS: usize = 5;
@@ -78,8 +78,8 @@ fn taking_the_pool_and_being_ready() {
         assert!(status.expect("kvbrokerd").success());
         start.elapsed()
     });
-    figure("pool/exec", exec * 1e3, "ms", "kvbrokerd --version, from fork to exit");
-    let size = format!("size = \"{}M\"", EXTENTS * EXTENT >> 20);
+    figure("memory/exec", exec * 1e3, "ms", "kvbrokerd --version, from fork to exit");
+    let size = format!("size = \"{}M\"", EXTENTS * EXTENT / MIB);
     for (name, heap) in heaps() {
         let take = median(|| {
             let start = Instant::now();
@@ -90,8 +90,8 @@ fn taking_the_pool_and_being_ready() {
             took
         });
         let note = format!("{EXTENTS} extents of 3 MiB");
-        figure(&format!("pool/take-{name}"), take * 1e3, "ms", &note);
-        figure(&format!("pool/extents-per-second-{name}"), EXTENTS as f64 / take, "1/s", &note);
+        figure(&format!("memory/take-{name}"), take * 1e3, "ms", &note);
+        figure(&format!("memory/extents-per-second-{name}"), EXTENTS as f64 / take, "1/s", &note);
         let pool = match name {
             "memfd" => format!("backend = \"memfd\"\n{size}"),
             "system" => format!("backend = \"dma-heap\"\nheap = \"{SYSTEM_HEAP}\"\n{size}"),
@@ -104,7 +104,7 @@ fn taking_the_pool_and_being_ready() {
             ready * 1e3,
             take * 1e3
         );
-        figure(&format!("pool/ready-{name}"), over, "x", &note);
+        figure(&format!("memory/ready-{name}"), over, "x", &note);
     }
 }
 
@@ -125,7 +125,7 @@ fn moving_an_extent_to_another_tenant() {
             start.elapsed()
         });
         let what = if name == "memfd" { "punch-and-create" } else { "destroy-and-allocate" };
-        figure(&format!("move/{what}-{name}"), anew * 1e6, "us", "one extent of 3 MiB");
+        figure(&format!("memory/move-{what}-{name}"), anew * 1e6, "us", "one extent of 3 MiB");
         let buffer = buffer.expect("buffer");
         let scrub = median(|| {
             used(&buffer);
@@ -134,13 +134,13 @@ fn moving_an_extent_to_another_tenant() {
             start.elapsed()
         });
         figure(
-            &format!("move/scrub-{name}"),
+            &format!("memory/move-scrub-{name}"),
             scrub * 1e6,
             "us",
             "one extent of 3 MiB, zeroed in place and synced",
         );
         figure(
-            &format!("move/extents-per-second-{name}"),
+            &format!("memory/moves-per-second-{name}"),
             1.0 / anew.min(scrub),
             "1/s",
             "the quicker of the two",

@@ -58,7 +58,7 @@ fn the_strict_mode_has_512_blocks_and_the_status_says_what_it_costs() {
     let lost = broker.status()["pool"]["waste"]["alignment"].as_u64().expect("waste.alignment");
     assert_eq!(lost, 511 * 128 * KIB as u64);
     let text = broker.status_text();
-    for words in ["63.9 MiB", "512 KiB", "kvbctl plan"] {
+    for words in ["63.88 MiB of the 256 MiB (25 %)", "512 KiB", "kvbctl plan"] {
         assert!(text.contains(words), "{words} is not in\n{text}");
     }
 }
