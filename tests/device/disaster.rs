@@ -127,9 +127,9 @@ mod out_of_memory {
     fn fill() -> OwnedFd {
         let rest = memfd(4096 * MIB, SealFlag::empty());
         let mut filled = 0;
-        // What allocating itself takes, and what the kernel counts late, shows after the first round.
-        for _ in 0..8 {
-            let more = available().saturating_sub(LEFT) & !(MIB - 1);
+        // In steps: what allocating itself takes, and what the kernel counts late, shows only afterwards.
+        loop {
+            let more = (available().saturating_sub(LEFT) * 3 / 4) & !(MIB - 1);
             if more == 0 {
                 break;
             }
