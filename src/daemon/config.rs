@@ -44,6 +44,8 @@ pub enum DeviceAccess {
     None,
     /// It must have physically contiguous memory.
     Contiguous,
+    /// It is behind an IOMMU and imports dma-bufs, whose pages may be scattered.
+    Iommu,
 }
 
 /// Which kind of memory.
@@ -55,6 +57,8 @@ pub enum BackendChoice {
     Auto,
     /// A heap under /dev/dma_heap.
     DmaHeap,
+    /// dma-bufs that /dev/udmabuf makes of memfds.
+    Udmabuf,
     /// Sealed memfds.
     Memfd,
 }

@@ -60,6 +60,7 @@ impl Drop for HeapRule {
 pub struct Place {
     directory: tempfile::TempDir,
     options: Vec<String>,
+    vmsplice_forbidden: bool,
 }
 
 impl Place {
@@ -71,12 +72,18 @@ impl Place {
         fs::set_permissions(directory.path(), fs::Permissions::from_mode(0o755)).expect("chmod");
         let text = format!("[socket]\nmode = \"0666\"\n[pool]\n{pool}\n");
         fs::write(directory.path().join("kvbroker.toml"), text).expect("the configuration");
-        Place { directory, options: Vec::new() }
+        Place { directory, options: Vec::new(), vmsplice_forbidden: false }
     }
 
     /// With an option on the daemon's command line.
     pub fn option(mut self, option: &str) -> Self {
         self.options.push(option.into());
+        self
+    }
+
+    /// Under a filter that answers EPERM to vmsplice, as a container's may.
+    pub fn without_vmsplice(mut self) -> Self {
+        self.vmsplice_forbidden = true;
         self
     }
 
@@ -102,6 +109,10 @@ impl Place {
         command.args(&self.options).env("KVBROKER_LOG", "info");
         command.stdin(Stdio::null()).stdout(Stdio::null()).stderr(log);
         command.uid(DAEMON.uid).gid(DAEMON.gid);
+        if self.vmsplice_forbidden {
+            // SAFETY: two system calls on a constant program, which may be made between fork and exec.
+            unsafe { command.pre_exec(forbid_vmsplice) };
+        }
         command.spawn().expect("kvbrokerd")
     }
 
@@ -123,6 +134,25 @@ impl Place {
         });
         broker
     }
+}
+
+/// From here on vmsplice fails with EPERM in this process and whatever it executes.
+fn forbid_vmsplice() -> std::io::Result<()> {
+    let step = |code: u32, jt, jf, k| libc::sock_filter { code: code as u16, jt, jf, k };
+    let mut program = [
+        // seccomp_data.nr is the first word.
+        step(libc::BPF_LD | libc::BPF_W | libc::BPF_ABS, 0, 0, 0),
+        step(libc::BPF_JMP | libc::BPF_JEQ | libc::BPF_K, 0, 1, libc::SYS_vmsplice as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ERRNO | libc::EPERM as u32),
+        step(libc::BPF_RET | libc::BPF_K, 0, 0, libc::SECCOMP_RET_ALLOW),
+    ];
+    let filter = libc::sock_fprog { len: program.len() as u16, filter: program.as_mut_ptr() };
+    // SAFETY: the program outlives the call, which copies it.
+    let done = unsafe {
+        libc::prctl(libc::PR_SET_NO_NEW_PRIVS, 1, 0, 0, 0) == 0
+            && libc::prctl(libc::PR_SET_SECCOMP, libc::SECCOMP_MODE_FILTER, &raw const filter) == 0
+    };
+    if done { Ok(()) } else { Err(std::io::Error::last_os_error()) }
 }
 
 /// A daemon that runs.

@@ -18,7 +18,7 @@ use crate::broker::HeapRule;
 use crate::support::{AREA, CMA_HEAP, DAEMON, EXTENT, MIB, Map, SYSTEM_HEAP};
 
 const EXTENTS: usize = AREA / EXTENT - 1;
-const ROUNDS: usize = 5;
+const ROUNDS: usize = 3;
 
 /// Prints one figure for the report of `scripts/bench`. Nothing is promised under emulation, so there is no bar.
 fn figure(name: &str, value: f64, unit: &str, note: &str) {

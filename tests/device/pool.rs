@@ -1,15 +1,16 @@
 //! The pool on the machine's real heaps: how much the broker gets out of them, what it says when that is less than it
 //! was told to take, and that it gives everything back.
 
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 
 use kvbroker::client::{Client, Error, OpenOptions, Session};
 use kvbroker::profile::Profile;
+use nix::errno::Errno;
 
 use crate::broker::{Broker, HeapRule, Place, check_kv, until, write_kv};
 use crate::support::{
-    ALICE, AREA, BLOCK, BOB, CMA_HEAP, EXTENT, Heap, KIB, MIB, Peer, ROOT, SYSTEM_HEAP, User, almost,
-    cma_used,
+    ALICE, AREA, BLOCK, BOB, CMA_HEAP, EXTENT, Heap, KIB, MIB, Map, Peer, ROOT, SYSTEM_HEAP, User, almost,
+    cma_used, vmsplice_error,
 };
 
 const PER_BLOCK: usize = 16;
@@ -202,6 +203,40 @@ fn a_session_writes_the_whole_pool_and_reads_it_back_and_nothing_leaks() {
         assert_eq!(broker.fds(), fds);
         assert_eq!(cma_used(), taken);
     }
+    broker.stop();
+    assert_eq!(cma_used(), before);
+}
+
+#[test]
+fn a_filter_that_forbids_the_probe_proves_nothing_and_extents_are_made_anew() {
+    let before = cma_used();
+    let _rule = HeapRule::apply();
+    let pool = "backend = \"dma-heap\"\nsize = \"24M\"";
+    // Unfiltered, this kernel proves the count exactly if it refuses to splice a mapping's pages itself.
+    let extent = Heap::open(CMA_HEAP).expect("heap").alloc(EXTENT).expect("alloc");
+    let refuses = vmsplice_error(&Map::writable(extent.as_fd(), EXTENT)) == Some(Errno::EFAULT);
+    drop(extent);
+    let broker = Place::new(pool).start();
+    assert_eq!(broker.status()["pool"]["holder_count"]["proven"], refuses, "{}", broker.status_text());
+    broker.stop();
+
+    let broker = Place::new(pool).without_vmsplice().start();
+    assert_eq!(broker.status()["pool"]["holder_count"]["proven"], false, "{}", broker.status_text());
+    let tokens = 64 * PER_BLOCK;
+    for (user, writer) in [(ALICE, 1), (BOB, 2)] {
+        broker.client(user, |client| {
+            let mut session = open(client);
+            session.ensure(tokens).expect("the whole pool");
+            let mut read = [1; 512];
+            for token in (0..tokens).step_by(PER_BLOCK) {
+                session.read_row(token, 23, kvbroker::profile::Kv::V, &mut read).expect("read");
+                assert_eq!(read, [0; 512], "token {token} shows what another tenant wrote");
+            }
+            write_kv(&mut session, 0..tokens, writer);
+        });
+        until("all of it is free again", || broker.account("free") == broker.pool("bytes"));
+    }
+    broker.is_sound();
     broker.stop();
     assert_eq!(cma_used(), before);
 }
