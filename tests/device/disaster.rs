@@ -12,7 +12,7 @@ use kvbroker::client::OpenOptions as SessionOptions;
 use kvbroker::profile::Profile;
 use nix::errno::Errno;
 
-use crate::broker::{Broker, HeapRule, check_kv, write_kv};
+use crate::daemon::{Broker, HeapRule, check_kv, write_kv};
 use crate::support::{ALICE, AREA, CMA_HEAP, Heap, MIB, almost, cma_used};
 
 /// The kernel's log from a moment on.
@@ -251,7 +251,7 @@ mod out_of_memory {
         let _rule = HeapRule::apply();
         let lift = RaisedLock::lift();
         // The engine is forked before the broker is there, so it is told the socket by its place.
-        let place = crate::broker::Place::new("backend = \"dma-heap\"\nsize = \"192M\"");
+        let place = crate::daemon::Place::new("backend = \"dma-heap\"\nsize = \"192M\"");
         let socket = place.socket();
         let (mut engine, rest) = engine(|turns| {
             turns.yield_to_test();

@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 
 use kvbroker::heap::{DmaHeap, Heap, Memfd};
 
-use crate::broker::HeapRule;
+use crate::daemon::HeapRule;
 use crate::support::{AREA, CMA_HEAP, DAEMON, EXTENT, MIB, Map, SYSTEM_HEAP};
 
 const EXTENTS: usize = AREA / EXTENT - 1;

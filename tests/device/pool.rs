@@ -7,7 +7,7 @@ use kvbroker::client::{Client, Error, OpenOptions, Session};
 use kvbroker::profile::Profile;
 use nix::errno::Errno;
 
-use crate::broker::{Broker, HeapRule, Place, check_kv, until, write_kv};
+use crate::daemon::{Broker, HeapRule, Place, check_kv, until, write_kv};
 use crate::support::{
     ALICE, AREA, BLOCK, BOB, CMA_HEAP, EXTENT, Heap, KIB, MIB, Map, Peer, ROOT, SYSTEM_HEAP, User, almost,
     cma_used, vmsplice_error,
@@ -200,7 +200,7 @@ fn a_session_writes_the_whole_pool_and_reads_it_back_and_nothing_leaks() {
         });
         until("all of it is free again", || broker.account("free") == broker.pool("bytes"));
         broker.is_sound();
-        assert_eq!(broker.fds(), fds);
+        until("the descriptors are closed", || broker.fds() == fds);
         assert_eq!(cma_used(), taken);
     }
     broker.stop();

@@ -10,7 +10,7 @@ use kvbroker::profile::Profile;
 use nix::errno::Errno;
 use nix::unistd::{AccessFlags, access};
 
-use crate::broker::{check_kv, write_kv};
+use crate::daemon::{check_kv, write_kv};
 use crate::support::{CMA_HEAP, Heap, Peer, User, as_user, group_id, user_id};
 
 const CLIENT_SOCKET: &str = "/run/kvbroker/kvbroker.sock";
