@@ -96,6 +96,8 @@ pub struct OpenOptions {
     pub model: String,
     /// The longest length in tokens, if it is known: one that can never fit is refused at once.
     pub max_tokens: Option<u64>,
+    /// 1 to 255: who makes room for whom when memory is short, at most the tenant's own; 0 for the tenant's own.
+    pub priority: u8,
     /// Zero blocks that this process has used before, when they are used again. Whoever reads whole tiles of a block,
     /// beyond the tokens that are written, needs it.
     pub zero: bool,
@@ -103,7 +105,7 @@ pub struct OpenOptions {
 
 impl Default for OpenOptions {
     fn default() -> Self {
-        OpenOptions { label: String::new(), model: String::new(), max_tokens: None, zero: true }
+        OpenOptions { label: String::new(), model: String::new(), max_tokens: None, priority: 0, zero: true }
     }
 }
 
@@ -309,7 +311,7 @@ impl Client {
         }
         let open = wire::Open {
             format: profile.format.id.into(),
-            reserved: 0.into(),
+            priority: u32::from(options.priority).into(),
             max_tokens: options.max_tokens.unwrap_or(0).into(),
             model: Sha256::digest(&options.model).into(),
             label: wire::label(&options.label),
@@ -486,7 +488,7 @@ impl Shared {
         while let Some(message) = link.aside.pop_front() {
             match message.event() {
                 Some(Event::GiveBack) => self.give_back(link, &message)?,
-                Some(Event::Goodbye) | None if message.sequence == 0 => {}
+                Some(_) | None if message.sequence == 0 => {}
                 _ => {
                     let Some(format) = lock(&self.asked).remove(&message.sequence) else { continue };
                     // Refused ahead of need: the next request that really needs blocks will be told why.

@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use thiserror::Error;
 
-use crate::broker::Policy;
+use crate::broker::{Policy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
 use crate::id::Tenant;
 use crate::model::{KvType, ModelError, ModelShape, ShapeError};
@@ -345,8 +345,14 @@ impl Config {
     pub fn policy(&self, extent_bytes: u64, one_block: bool) -> Policy {
         let extents = |size: Size| u32::try_from(size.bytes() / extent_bytes).unwrap_or(u32::MAX);
         Policy {
-            extents_per_tenant: self.tenant_limit.map(extents),
-            extents_of: self.tenant_limits.iter().map(|(t, size)| (*t, extents(*size))).collect(),
+            usual_tenant: TenantPolicy { limit: self.tenant_limit.map(extents), ..TenantPolicy::default() },
+            tenants: self
+                .tenant_limits
+                .iter()
+                .map(|(t, size)| {
+                    (*t, TenantPolicy { limit: Some(extents(*size)), ..TenantPolicy::default() })
+                })
+                .collect(),
             one_block_per_extent: one_block,
             ..self.limits.clone()
         }
@@ -545,7 +551,7 @@ mod tests {
     fn limits_of_tenants_are_whole_extents() {
         let c = read("[limits]\ntenant = \"10M\"\n[[tenant]]\nuid = 7\nlimit = \"96M\"\n").unwrap();
         let policy = c.policy(3 << 20, false);
-        assert_eq!(policy.extents_per_tenant, Some(3));
-        assert_eq!(policy.extents_of[&Tenant(7)], 32);
+        assert_eq!(policy.usual_tenant.limit, Some(3));
+        assert_eq!(policy.tenants[&Tenant(7)].limit, Some(32));
     }
 }
