@@ -82,6 +82,8 @@ fn every_structure_is_in_the_document_byte_by_byte() {
         Admission { verdict, promised, blocks }
         Seal { report, from, count }
         Attach { count, more }
+        Skip { from, count }
+        Present { blocks, reserved }
         Pin { report, blocks, on }
         Counted { blocks, duplicates }
         GiveBack { extent, deadline_ms }

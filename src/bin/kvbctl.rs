@@ -3,6 +3,8 @@
 //! Owns the command line: what is asked, how the answer is printed, and the exit codes. Invariant: an answer goes to
 //! standard output and a complaint to standard error, and the exit code alone tells a script which it was.
 
+#[path = "kvbctl/doctor.rs"]
+mod doctor;
 #[path = "kvbctl/live.rs"]
 mod live;
 #[path = "kvbctl/plan.rs"]
@@ -48,9 +50,18 @@ enum Command {
         #[arg(long, default_value = "auto")]
         colour: live::Colour,
     },
+    /// What each tenant is guaranteed, may have and has; with UID, change it while the broker runs
+    #[command(after_help = EXIT_CODES)]
+    Limits(live::Limits),
+    /// Let pinned prefixes go: those whose names (kvbctl status) begin with CHAIN, or all
+    #[command(after_help = EXIT_CODES)]
+    Unpin(live::Unpin),
     /// Have the broker count every byte anew
     #[command(after_help = EXIT_CODES)]
     Check(live::Ask),
+    /// Look whether this board is ready, item by item, and say what mends it; needs no running broker
+    #[command(after_help = doctor::EXIT_CODES)]
+    Doctor(doctor::Args),
 }
 
 /// Why a command ended without an answer.
@@ -60,6 +71,8 @@ enum Failure {
     Refused(String),
     /// Exit code 3, with what to say.
     Unreachable(String),
+    /// Exit code 1; what there is to say stands in the answer.
+    Unfit,
     /// Standard output cannot be written.
     Output(io::Error),
 }
@@ -68,6 +81,12 @@ impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         Failure::Output(error)
     }
+}
+
+/// The command line, for whoever writes about it: `examples/manual.rs`.
+#[allow(dead_code, reason = "the program itself has no use for it")]
+pub(crate) fn command() -> clap::Command {
+    <Cli as clap::CommandFactory>::command()
 }
 
 fn main() -> ExitCode {
@@ -79,10 +98,15 @@ fn main() -> ExitCode {
         Command::Status(ask) => ask.status(&mut out),
         Command::Sessions(ask) => ask.sessions(&mut out),
         Command::Map { ask, colour } => ask.map(colour, &mut out),
+        Command::Limits(args) => args.run(&mut out),
+        Command::Unpin(args) => args.run(&mut out),
         Command::Check(ask) => ask.check(&mut out),
+        Command::Doctor(args) => args.run(&mut out),
     };
-    match result.and_then(|()| Ok(out.flush()?)) {
+    let flushed = out.flush().map_err(Failure::from);
+    match result.and(flushed) {
         Ok(()) => ExitCode::SUCCESS,
+        Err(Failure::Unfit) => ExitCode::from(1),
         // The reader has seen enough, as in `kvbctl ... | head`.
         Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(Failure::Output(error)) => complain(&format!("cannot write the answer: {error}"), 1),

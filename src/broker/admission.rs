@@ -7,6 +7,7 @@
 //! process agrees or ends, or until its whole extent is emptied under it.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
 
 use super::{Broker, Refused, Reply};
 use crate::id::{BlockId, ClientId, FormatId, Place, SessionId, Tenant};
@@ -152,7 +153,7 @@ impl Broker {
     }
 
     /// Asks sessions of lower priority to make room, if that would do. They are asked once; when their time is up they
-    /// end ([`Broker::advance`]).
+    /// end ([`Broker::tick`]).
     pub(super) fn reclaim(&mut self, priority: u8, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> bool {
         let mut victims: Vec<(u8, bool, std::cmp::Reverse<SessionId>)> = Vec::new();
         for (id, s) in &self.state.sessions {
@@ -164,6 +165,10 @@ impl Broker {
         // Those who were asked already first, then the least important, then the youngest.
         victims.sort_unstable_by_key(|(priority, new, id)| (*new, *priority, *id));
         let mut going: BTreeMap<Place, u32> = BTreeMap::new();
+        if self.reach_without(tenant, cut, own, &going) >= least {
+            // Enough is on its way: its holders have only to give it back.
+            return false;
+        }
         let mut chosen = Vec::new();
         let mut enough = false;
         for (_, _, std::cmp::Reverse(id)) in victims {
@@ -179,7 +184,7 @@ impl Broker {
         if !enough {
             return false;
         }
-        let deadline = self.now_ms + u64::from(self.policy.reclaim_ms);
+        let deadline = self.absent.clock + Duration::from_millis(self.policy.reclaim_ms.into());
         for id in chosen {
             if self.reclaims.contains_key(&id) {
                 continue;
@@ -227,16 +232,14 @@ impl Broker {
         self.outbox.push_back(output);
     }
 
-    /// When [`advance`](Self::advance) is to be called next, in its milliseconds.
-    pub fn deadline(&self) -> Option<u64> {
+    /// When the next session's time is up.
+    pub(super) fn next_reclaim(&self) -> Option<Instant> {
         self.reclaims.values().min().copied()
     }
 
-    /// Time goes on: `now_ms` counts from any moment that stays the same. Sessions whose time is up end.
-    pub fn advance(&mut self, now_ms: u64) {
-        self.now_ms = self.now_ms.max(now_ms);
-        let late: Vec<_> =
-            self.reclaims.iter().filter(|(_, at)| **at <= self.now_ms).map(|(id, _)| *id).collect();
+    /// Sessions that were asked to make room and whose time is up end.
+    pub(super) fn end_late_sessions(&mut self, now: Instant) {
+        let late: Vec<_> = self.reclaims.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect();
         if late.is_empty() {
             return;
         }

@@ -11,10 +11,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use super::{Answer, Broker, Refused, Reply};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
 use crate::pool::{Cut, Take, Taken};
-use crate::wire::{self, Event, ExtentInfo, Fault, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS, Writer};
-
-/// How long a client may take to give back an extent that is asked back, in milliseconds.
-const GIVE_BACK_MS: u32 = 2000;
+use crate::wire::{self, ExtentInfo, Fault, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS};
 
 /// What a client asks for.
 #[derive(Debug, Clone, Copy)]
@@ -115,6 +112,10 @@ impl Broker {
                 "{least} blocks are needed, this connection may hold {room} more (limits.connection); close or trim sessions"
             );
             return Err(Refused::new(Fault::OverLimit, text).numbers(least, room));
+        }
+        self.rest_unanswered();
+        if self.available(tenant, &cut, own).1 < least {
+            self.withdraw(tenant, &cut, own, least);
         }
         let mut emptied = BTreeSet::new();
         if self.available(tenant, &cut, own).0 < least {
@@ -222,8 +223,10 @@ impl Broker {
         let idle: Vec<_> = pool.idle(tenant, cut.format).into_iter().filter_map(owner).collect();
         let idle_first = idle.len();
         let evictable = |(_, e): &(Tenant, ExtentId)| {
-            let cached = pool.extents()[e].owned().map(|o| o.cached);
-            cached == Some(self.state.prefixes.evictable_in(*e))
+            let evictable = self.state.prefixes.evictable_in(*e);
+            // Where nobody can be cut off, a block that may still be written waits until its writer says that it is not.
+            let free_to_go = |o: &crate::pool::Owned| o.suspect == 0 || self.heap.revokes();
+            pool.extents()[e].owned().is_some_and(|o| o.cached == evictable && free_to_go(o))
         };
         let cold = pool.tenants().flat_map(|t| pool.cold(t).map(move |e| (t, e))).filter(evictable);
         let all: Vec<_> = idle.iter().copied().chain(cold).collect();
@@ -241,32 +244,68 @@ impl Broker {
         least: u64,
     ) -> BTreeSet<ExtentId> {
         let (idle, cold) = self.candidates(tenant, cut);
-        if self.reach(tenant, cut, own, idle.iter().chain(&cold).map(|(_, e)| *e)) < least {
+        if self.reach(tenant, cut, own, idle.iter().chain(&cold).map(|(_, e)| *e)) + self.asked_blocks(cut)
+            < least
+        {
             // Nobody loses anything for a request that is refused all the same.
             return BTreeSet::new();
         }
         let mut emptied = BTreeSet::new();
-        let mut coming = 0;
+        // Where holders must agree, the tenant's own blocks are there sooner.
+        if !self.heap.revokes() {
+            self.evict_own(tenant, cut, own, least, &mut emptied);
+            // And so is what no client has any more: there is nobody to ask.
+            let is_left = |(_, e): &&(Tenant, ExtentId)| self.state.pool.extents()[e].holders.is_empty();
+            let left: Vec<ExtentId> = cold.iter().filter(is_left).map(|(_, e)| *e).collect();
+            for extent in left {
+                if self.lacks(tenant, cut, own, least) == 0 {
+                    return emptied;
+                }
+                emptied.extend(self.evict_all_in(extent));
+                self.take_back(extent);
+                emptied.remove(&extent);
+            }
+        }
         for (_, extent) in idle {
-            if self.lacks(tenant, cut, own, least, coming) == 0 {
+            if self.lacks(tenant, cut, own, least) == 0 {
                 return emptied;
             }
-            coming += self.take_back(extent);
+            self.take_back(extent);
         }
-        for _ in 0..self.lacks(tenant, cut, own, least, coming).min(self.may_evict(tenant, cut, own)) {
+        if self.heap.revokes() {
+            self.evict_own(tenant, cut, own, least, &mut emptied);
+        }
+        for (_, extent) in cold {
+            if self.lacks(tenant, cut, own, least) == 0 {
+                break;
+            }
+            let left = self.state.pool.extents()[&extent].owned().is_none();
+            if left || (!self.heap.revokes() && self.asked_back.contains_key(&extent)) {
+                // Taken already, or nobody answered last time: what is in it would be evicted in vain.
+                continue;
+            }
+            emptied.extend(self.evict_all_in(extent));
+            self.take_back(extent);
+            emptied.remove(&extent);
+        }
+        emptied
+    }
+
+    /// Evicts as many of the tenant's own blocks as are missing, and notes their extents.
+    fn evict_own(
+        &mut self,
+        tenant: Tenant,
+        cut: &Cut,
+        own: u32,
+        least: u64,
+        emptied: &mut BTreeSet<ExtentId>,
+    ) {
+        let missing = least.saturating_sub(self.available(tenant, cut, own).1);
+        for _ in 0..missing.min(self.may_evict(tenant, cut, own)) {
             let Some(block) = self.state.prefixes.evict(tenant, cut.format) else { break };
             self.state.pool.evict(block.place);
             emptied.insert(block.place.extent);
         }
-        for (_, extent) in cold {
-            if self.lacks(tenant, cut, own, least, coming) == 0 {
-                break;
-            }
-            emptied.extend(self.evict_all_in(extent));
-            coming += self.take_back(extent);
-            emptied.remove(&extent);
-        }
-        emptied
     }
 
     /// Blocks that the tenant could have if these extents were taken and all its cached blocks evicted.
@@ -296,10 +335,10 @@ impl Broker {
         (places + u64::from(extents) * u64::from(cut.slots)).saturating_sub(promised)
     }
 
-    /// Blocks that are missing, with `coming` extents on their way.
-    fn lacks(&self, tenant: Tenant, cut: &Cut, own: u32, least: u64, coming: u32) -> u64 {
+    /// Blocks that are missing, with those that will be there if everybody gives back what is asked for.
+    fn lacks(&self, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> u64 {
         let (now, soon) = self.available(tenant, cut, own);
-        least.saturating_sub(now.max(soon + u64::from(coming) * u64::from(cut.slots)))
+        least.saturating_sub(now.max(soon + self.asked_blocks(cut)))
     }
 
     /// Evicts all blocks of an extent, with what continues them, and drops what lost sessions left there. Returns the
@@ -317,33 +356,15 @@ impl Broker {
         touched
     }
 
-    /// Takes an extent without a block in use, or asks for it where the kernel does not let it be taken. Returns how
-    /// many extents are to be expected beside those that wait for the worker.
-    fn take_back(&mut self, extent: ExtentId) -> u32 {
+    /// Takes an extent without a block in use, or asks for it where the kernel does not let it be taken.
+    fn take_back(&mut self, extent: ExtentId) {
         if self.heap.revokes() {
             self.state.pool.drop_suspects(extent);
             let holders = self.state.pool.seize(extent);
             self.state.counters.seized += 1;
-            self.ask_back(extent, holders, 0);
-            return 0;
-        }
-        if self.asked_back.insert(extent) {
-            let holders = self.state.pool.extents()[&extent].holders.clone();
-            self.ask_back(extent, holders, GIVE_BACK_MS);
-        }
-        1
-    }
-
-    fn ask_back(&mut self, extent: ExtentId, holders: BTreeSet<ClientId>, deadline_ms: u32) {
-        for to in holders {
-            let mut event = Writer::start(wire::EVENT | Event::GiveBack as u16, 0, 0, 0);
-            event.put(&wire::GiveBack { extent: extent.0.into(), deadline_ms: deadline_ms.into() });
-            self.outbox.push_back(super::Output {
-                to,
-                message: event.finish(),
-                buffers: Vec::new(),
-                last: false,
-            });
+            self.tell_to_give_back(extent, holders, 0);
+        } else if self.state.pool.release_if_idle(extent).is_none() {
+            self.ask_for(extent);
         }
     }
 

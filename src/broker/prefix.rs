@@ -92,8 +92,6 @@ struct Node {
     priority: u8,
     hits: u32,
     last: u64,
-    /// Of the bytes, once somebody has computed it.
-    checksum: Option<u32>,
     /// Children that cannot be evicted, by themselves or because of what continues them.
     #[serde(skip)]
     busy: u32,
@@ -223,9 +221,8 @@ impl Prefixes {
         self.clock += 1;
         let Publication { name, parent, block, tenant, format, priority } = p;
         let pins = BTreeSet::new();
-        let (last, hits, checksum, busy) = (self.clock, 0, None, 0);
-        let node =
-            Node { block, tenant, format, parent, pins, idle: false, priority, hits, last, checksum, busy };
+        let (last, hits, busy) = (self.clock, 0, 0);
+        let node = Node { block, tenant, format, parent, pins, idle: false, priority, hits, last, busy };
         self.link(name, node);
         true
     }
@@ -446,20 +443,6 @@ impl Prefixes {
             at += 1;
         }
         order.iter().rev().map(|name| self.evict_leaf(name)).collect()
-    }
-
-    /// The checksum of a sealed block, as its bytes were when it was sealed.
-    pub fn set_checksum(&mut self, block: BlockId, checksum: u32) {
-        let name = self.by_place.get(&block.place);
-        if let Some(node) = name.and_then(|n| self.nodes.get_mut(n)).filter(|n| n.block == block) {
-            node.checksum = Some(checksum);
-        }
-    }
-
-    /// The checksum of a block, if it is published and has one.
-    pub fn checksum(&self, block: BlockId) -> Option<u32> {
-        let node = self.nodes.get(self.by_place.get(&block.place)?)?;
-        node.checksum.filter(|_| node.block == block)
     }
 
     /// Counts.

@@ -8,13 +8,21 @@ use super::{Answer, Broker, Format, Refused, Reply, Session};
 use crate::broker::grant::{Granted, Want};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId};
 use crate::pool::{Block, Dropped};
-use crate::wire::{self, Fault, MAX_BLOCKS, MAX_FDS, MAX_TOKENS, Reader, Verb};
+use crate::wire::{self, Fault, MAX_BLOCKS, MAX_FDS, MAX_TOKENS, Reader, Verb, WireError};
 use zerocopy::little_endian::U32;
 
 type Answered = Result<Answer, Refused>;
 
 fn done(reply: Reply) -> Answered {
     Ok(Answer::Now(reply))
+}
+
+/// A field that has no meaning beyond 0 to `most`: what is refused today can get a meaning tomorrow.
+fn one_of(what: &'static str, field: U32, most: u32) -> Result<u32, WireError> {
+    match field.get() {
+        value if value <= most => Ok(value),
+        value => Err(WireError::Field { what, value, most }),
+    }
 }
 
 fn empty() -> Answered {
@@ -53,6 +61,7 @@ impl Broker {
             Verb::Query => self.query(client, r),
             Verb::Close => self.close(client, session, r),
             Verb::Admit => self.admit_session(client, session, r),
+            Verb::Skip => self.skip(client, session, r),
         }
     }
 
@@ -79,7 +88,8 @@ impl Broker {
             tenant: c.tenant.0.into(),
             instance: self.instance.into(),
             extent_bytes: self.state.pool.extent_bytes().into(),
-            extents: (self.state.pool.extents().len() as u32).into(),
+            // Those that are missing may come yet: the client makes room for them.
+            extents: self.state.wanted_extents.max(self.state.pool.extents().len() as u32).into(),
             page_bytes: (crate::map::page_bytes() as u32).into(),
             backend: self.heap.backend().code().into(),
             reserved: 0.into(),
@@ -309,6 +319,7 @@ impl Broker {
         let trim: wire::Trim = *r.one()?;
         let used = r.many(trim.report.used.get(), MAX_BLOCKS)?;
         r.end()?;
+        let release = one_of("trim: release", trim.release, 1)? == 1;
         self.apply_report(client, id, &trim.report, used)?;
         let s = self.session(client, id)?;
         let (tokens, head) = (trim.tokens.get(), trim.head.get());
@@ -322,7 +333,7 @@ impl Broker {
                 format!("{id}: the head can be dropped from block {} to {keep}, not to {head}", s.head);
             return Err(Refused::bad(text));
         }
-        let to_credit = (trim.release.get() == 0).then_some(client);
+        let to_credit = (!release).then_some(client);
         let old_head = s.head;
         let s = self.session_mut(id);
         let tail = s.table.split_off((keep.max(old_head) - old_head) as usize);
@@ -347,6 +358,7 @@ impl Broker {
         let free: &wire::Free = r.one()?;
         let blocks: &[wire::WireBlock] = r.many(free.count.get(), MAX_BLOCKS)?;
         r.end()?;
+        one_of("free: reserved", free.reserved, 0)?;
         let mut seen = std::collections::BTreeSet::new();
         for block in blocks {
             let claim = block.id();
@@ -468,15 +480,23 @@ impl Broker {
         r.end()?;
         self.apply_report(client, id, &pin.report, used)?;
         let s = self.session(client, id)?;
-        let (blocks, on) = (pin.blocks.get(), pin.on.get() != 0);
-        if blocks == 0 || blocks > s.sealed() || s.head > 0 {
-            let text =
-                format!("{id} has {} sealed blocks from its start: it cannot pin {blocks}", s.sealed());
+        let (blocks, on) = (pin.blocks.get(), one_of("pin: on", pin.on, 1)? == 1);
+        // Of layers with a window, whoever goes on after these blocks reads the last window only.
+        let profile = &self.state.formats[&s.format].profile;
+        let per_block = u64::from(profile.tokens_per_block());
+        let first = (profile.first_visible(0, u64::from(blocks) * per_block) / per_block) as u32;
+        if blocks == 0 || blocks > s.sealed() || first < s.head {
+            let text = format!(
+                "{id} has {} sealed blocks from block {} on: it cannot pin blocks {first} to {blocks}",
+                s.sealed().saturating_sub(s.head),
+                s.head
+            );
             return Err(Refused::bad(text));
         }
-        let names = s.names[..blocks as usize].to_vec();
-        let own: Vec<BlockId> = s.table[..blocks as usize].to_vec();
-        let tokens = u64::from(blocks) * u64::from(self.state.formats[&s.format].profile.tokens_per_block());
+        let names = s.names[(first - s.names_from) as usize..(blocks - s.names_from) as usize].to_vec();
+        let own: Vec<BlockId> = s.table[(first - s.head) as usize..(blocks - s.head) as usize].to_vec();
+        let before = first.checked_sub(s.names_from + 1).map(|i| s.names[i as usize]);
+        let tokens = u64::from(blocks) * per_block;
         let (tenant, format, chain) = (s.tenant, s.format, names[names.len() - 1]);
         let (label, pid) = (self.pin_label(client, id), self.client(client).pid);
         if on {
@@ -491,13 +511,14 @@ impl Broker {
             }
         }
         let mut changed = 0;
-        let mut parent = None;
+        let mut parent = before;
         for (name, own) in names.iter().zip(own) {
             // Whoever published it first may have gone; then this session's block takes the name.
             self.publish(id, *name, parent, own);
             parent = Some(*name);
             changed += u32::from(self.set_pinned(name, chain, on));
         }
+        let blocks = names.len() as u32;
         let pin = on.then_some(prefix::Pin { tenant, pid, label, blocks, tokens });
         self.state.prefixes.set_pin(chain, pin);
         let mut reply = Reply::default();
@@ -520,6 +541,15 @@ impl Broker {
         true
     }
 
+    /// [`unpin`](Self::unpin) for the chain whose name begins with these digits; `false` if there is none.
+    pub fn unpin_named(&mut self, digits: &str) -> bool {
+        let begins = |chain: &prefix::Digest| {
+            chain.iter().map(|b| format!("{b:02x}")).collect::<String>().starts_with(digits)
+        };
+        let chain = self.state.prefixes.pins().map(|(chain, _)| *chain).find(begins);
+        chain.is_some_and(|chain| self.unpin(&chain).is_some())
+    }
+
     /// Unpins a chain, whoever pinned it: what an operator does. Blocks that nobody else pins and no session holds are
     /// cached from then on. `None` if there is no such chain.
     pub fn unpin(&mut self, chain: &prefix::Digest) -> Option<prefix::Pin> {
@@ -535,11 +565,12 @@ impl Broker {
         let attach: wire::Attach = *r.one()?;
         let tokens: &[U32] = r.many(attach.count.get(), MAX_TOKENS)?;
         r.end()?;
+        let more = one_of("attach: more", attach.more, 1)? == 1;
         let s = self.session(client, id)?;
         let profile = &self.state.formats[&s.format].profile;
         let per_block = profile.tokens_per_block() as usize;
-        let whole = s.table.len() * per_block;
-        if s.head > 0 || s.sealed() as usize != s.table.len() || s.tokens != whole as u64 {
+        let (head, whole) = (s.head as usize * per_block, s.end() as usize * per_block);
+        if s.sealed() != s.end() || s.tokens != whole as u64 {
             let text = format!(
                 "{id} has tokens of its own: a prefix is attached at the start, before anything is written"
             );
@@ -569,7 +600,7 @@ impl Broker {
         }
         // The last token of a prompt is always computed: its logits are what decoding starts from.
         let mut held = whole + found.len() * per_block;
-        if attach.more.get() == 0 && held == prompt && held > 0 {
+        if !more && held == prompt && held > head {
             held -= 1;
             if per_block == 1 && found.pop().is_some() {
                 names.pop();
@@ -588,10 +619,55 @@ impl Broker {
         done(self.grant_reply(held as u64, blocks))
     }
 
-    fn return_extent(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
-        let extent = ExtentId(r.one::<wire::ReturnExtent>()?.extent.get());
+    fn skip(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
+        let skip: wire::Skip = *r.one()?;
+        let tokens: &[U32] = r.many(skip.count.get(), MAX_TOKENS)?;
         r.end()?;
-        if !self.state.pool.is_holder(extent, client) {
+        let s = self.session(client, id)?;
+        let profile = &self.state.formats[&s.format].profile;
+        let per_block = profile.tokens_per_block();
+        let (from, count) = (skip.from.get(), skip.count.get() / per_block);
+        let empty = s.table.is_empty() && s.tokens == u64::from(s.head) * u64::from(per_block);
+        // Whose head is not named yet gets names for it; nothing else changes.
+        let begins = empty && (from == 0 || s.sealed() == s.head);
+        if skip.count.get() % per_block != 0 || (from != s.sealed() && !(begins && from == 0)) {
+            let text = format!(
+                "{id}: blocks are named one after the other from block {}, and whole ({per_block} tokens)",
+                s.sealed()
+            );
+            return Err(Refused::bad(text));
+        }
+        let end = from.checked_add(count).filter(|end| begins || *end <= s.head);
+        let Some(end) = end else {
+            let text = format!("{id}: its table begins at block {}, which is not skipped but sealed", s.head);
+            return Err(Refused::bad(text));
+        };
+        let known = if from == 0 { None } else { s.names.last().copied() };
+        let mut name = known.unwrap_or_else(|| prefix::root(s.tenant, &s.model, profile));
+        let tokens: Vec<u32> = tokens.iter().map(|t| t.get()).collect();
+        let mut present = Vec::with_capacity(count as usize);
+        for tokens in tokens.chunks_exact(per_block as usize) {
+            name = prefix::child(&name, tokens);
+            present.push(u8::from(self.state.prefixes.get(&name).is_some()));
+        }
+        let s = self.session_mut(id);
+        (s.names, s.names_from) = if end == 0 { (Vec::new(), 0) } else { (vec![name], end - 1) };
+        if begins {
+            s.head = end;
+            s.tokens = u64::from(end) * u64::from(per_block);
+        }
+        let mut reply = Reply::default();
+        reply.body.put(&wire::Present { blocks: (present.len() as u32).into(), reserved: 0.into() });
+        reply.body.put(&present[..]);
+        done(reply)
+    }
+
+    fn return_extent(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
+        let back: wire::ReturnExtent = *r.one()?;
+        r.end()?;
+        one_of("return extent: reserved", back.reserved, 0)?;
+        let extent = ExtentId(back.extent.get());
+        if !self.state.pool.may_hold(extent, client) {
             return Err(Refused::new(Fault::Stale, format!("{extent} is not on this connection")));
         }
         let in_table =
@@ -603,13 +679,14 @@ impl Broker {
         let suspects = self.state.pool.suspects_in(extent, Some(client));
         self.free_suspects(client, suspects);
         self.state.pool.remove_holder(extent, client);
-        self.asked_back.remove(&extent);
         empty()
     }
 
     fn query(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
-        let format = FormatId(r.one::<wire::Query>()?.format.get());
+        let query: wire::Query = *r.one()?;
         r.end()?;
+        one_of("query: reserved", query.reserved, 0)?;
+        let format = FormatId(query.format.get());
         let cut = self.format(client, format)?.cut;
         let tenant = self.client(client).tenant;
         let pool = &self.state.pool;
@@ -628,6 +705,8 @@ impl Broker {
     fn admit_session(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
         let admit: wire::Admit = *r.one()?;
         r.end()?;
+        one_of("admit: flags", admit.flags, wire::MAY_EVICT)?;
+        one_of("admit: reserved", admit.reserved, 0)?;
         match self.admit_verb(client, id, &admit)? {
             Some(reply) => done(reply),
             None => Ok(Answer::Later),

@@ -30,6 +30,7 @@
 mod arena;
 mod credit;
 mod error;
+mod groups;
 mod link;
 mod pager;
 mod session;
@@ -40,11 +41,12 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
 
 pub use error::Error;
+pub use groups::{GroupedProfile, GroupedSession};
 pub use link::Embedded;
 pub use pager::{Notice, Notify, Pager, PagerOptions, PagerPlane, PagerStats};
 pub use session::{Session, SessionStats};
@@ -54,7 +56,9 @@ use crate::broker::{Broker, Policy};
 use crate::heap::{Backend, Memfd};
 use crate::id::{BlockId, ExtentId, Place};
 use crate::profile::{Plane, Profile};
-use crate::wire::{self, Event, ExtentInfo, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS, Reader, Verb, Writer};
+use crate::wire::{
+    self, Event, ExtentInfo, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS, Reader, Verb, Verdict, Writer,
+};
 use arena::Arena;
 use credit::{Credits, Spare};
 use link::{Link, Message};
@@ -150,6 +154,36 @@ pub struct Room {
     pub held: u64,
 }
 
+/// What came of [`Session::admit`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Admission {
+    /// Growing to that length will not be refused, whatever others do.
+    Admitted,
+    /// It fits once this many cached blocks of this tenant are evicted: ask again, and say that they may.
+    AfterEviction(u64),
+    /// It fits when this many blocks that other sessions of this tenant hold are free.
+    WhenYoursFree(u64),
+    /// This many blocks are missing, and other tenants have them.
+    Busy(u64),
+    /// It is too long by this many blocks.
+    NeverFits(u64),
+}
+
+impl Admission {
+    fn of(reply: &wire::Admission) -> Result<Self, Error> {
+        let blocks = reply.blocks.get();
+        let code = u16::try_from(reply.verdict.get()).ok().and_then(Verdict::from_code);
+        Ok(match code {
+            Some(Verdict::Admitted) => Admission::Admitted,
+            Some(Verdict::AfterEviction) => Admission::AfterEviction(blocks),
+            Some(Verdict::WhenYoursFree) => Admission::WhenYoursFree(blocks),
+            Some(Verdict::Busy) => Admission::Busy(blocks),
+            Some(Verdict::NeverFits) => Admission::NeverFits(blocks),
+            None => return Err(Error::Protocol(format!("verdict {}", reply.verdict))),
+        })
+    }
+}
+
 /// A connection to a broker. Cheap to clone; all clones are one connection, which ends with the last clone and the
 /// last session.
 #[derive(Debug, Clone)]
@@ -170,6 +204,7 @@ struct Format {
     profile: Profile,
     planes: Vec<[Plane; 2]>,
     slot_bytes: usize,
+    blocks_per_extent: u32,
     credits: Credits,
     sessions: AtomicUsize,
 }
@@ -181,6 +216,8 @@ struct Shared {
     formats: Mutex<Vec<Arc<Format>>>,
     /// Which format a request for blocks was about, until its reply has been taken in.
     asked: Mutex<HashMap<u64, Arc<Format>>>,
+    /// Sessions that the broker wants back, and when it ends them.
+    wanted: Mutex<HashMap<u64, Instant>>,
     info: BrokerInfo,
     options: ClientOptions,
     made_by: u32,
@@ -262,6 +299,7 @@ impl Client {
             arena,
             formats: Mutex::new(Vec::new()),
             asked: Mutex::new(HashMap::new()),
+            wanted: Mutex::new(HashMap::new()),
             info,
             options,
             made_by: std::process::id(),
@@ -274,12 +312,12 @@ impl Client {
         self.shared.info
     }
 
-    /// Registers a geometry. Refused when a block of it does not fit an extent. Profiles of several layer groups are
-    /// not served yet.
+    /// Registers a geometry of one layer group. Refused when a block of it does not fit an extent. For several groups:
+    /// [`grouped_profile`](Self::grouped_profile).
     pub fn profile(&self, profile: &Profile) -> Result<ClientProfile, Error> {
         if profile.groups().len() != 1 {
             let text = format!(
-                "profile {} has {} layer groups: one is served so far",
+                "profile {} has {} layer groups: register it with grouped_profile",
                 profile.name(),
                 profile.groups().len()
             );
@@ -294,6 +332,7 @@ impl Client {
                 id: format.format.get(),
                 planes: profile.planes(0),
                 slot_bytes: format.slot_bytes.get() as usize,
+                blocks_per_extent: format.blocks_per_extent.get(),
                 credits: Credits::new(self.shared.arena.capacity(), format.blocks_per_extent.get()),
                 profile: profile.clone(),
                 sessions: AtomicUsize::new(0),
@@ -325,7 +364,7 @@ impl Client {
 
     /// Takes in what the broker has to say, without waiting: an extent that it wants back, a late answer. Every call
     /// does that too; who makes no calls for long should do it now and then, or when [`event_fd`](Self::event_fd) is
-    /// readable.
+    /// readable. An error when the broker has gone.
     pub fn poll(&self) -> Result<(), Error> {
         self.shared.poll()
     }
@@ -386,6 +425,12 @@ impl ClientProfile {
         Ok(())
     }
 
+    /// Gives blocks back that have been reserved, as far as they are still there.
+    fn unreserve(&self, blocks: u32) -> Result<(), Error> {
+        let spares = std::iter::from_fn(|| self.format.credits.take()).take(blocks as usize).collect();
+        self.client.free(&self.format, spares)
+    }
+
     /// Blocks that this process has ahead of need.
     pub fn credit(&self) -> u32 {
         self.format.credits.count()
@@ -429,7 +474,8 @@ impl Shared {
     fn poll(&self) -> Result<(), Error> {
         let mut link = self.link()?;
         link.drain();
-        self.take_in(&mut link)
+        self.take_in(&mut link)?;
+        link.lost().map_or(Ok(()), Err)
     }
 
     fn room(&self, format: &Format) -> Result<Room, Error> {
@@ -488,6 +534,11 @@ impl Shared {
         while let Some(message) = link.aside.pop_front() {
             match message.event() {
                 Some(Event::GiveBack) => self.give_back(link, &message)?,
+                Some(Event::ReclaimSession) => {
+                    let event: wire::ReclaimSession = read_one(&message)?;
+                    let until = Instant::now() + Duration::from_millis(event.deadline_ms.get().into());
+                    lock(&self.wanted).insert(event.session.get(), until);
+                }
                 Some(_) | None if message.sequence == 0 => {}
                 _ => {
                     let Some(format) = lock(&self.asked).remove(&message.sequence) else { continue };

@@ -6,6 +6,8 @@
 
 #![allow(unsafe_code)]
 
+mod skip;
+
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
@@ -85,6 +87,25 @@ impl Session {
         self.id
     }
 
+    /// When the broker ends this session to make room for one of higher priority, if it has asked: until then it is to be
+    /// dropped or trimmed. Events are taken in by every call, and by [`Client::poll`](super::Client::poll). Afterwards
+    /// every call is refused with [`Fault::SessionLost`](wire::Fault::SessionLost), and rows read as zero or as they were.
+    pub fn wanted_back(&self) -> Option<std::time::Instant> {
+        super::lock(&self.client.wanted).get(&self.id).copied()
+    }
+
+    /// Asks for a promise that the session can grow to `tokens` tokens: the prompt and the longest answer, best after
+    /// [`attach`](Self::attach). `may_evict`: cached prefixes of this tenant may go for it.
+    pub fn admit(&mut self, tokens: usize, may_evict: bool) -> Result<super::Admission, Error> {
+        self.report_all()?;
+        let flags = if may_evict { wire::MAY_EVICT } else { 0 };
+        let admit = wire::Admit { tokens: (tokens as u64).into(), flags: flags.into(), reserved: 0.into() };
+        let reply = self.client.call(Verb::Admit, self.id, |w| {
+            w.put(&admit);
+        })?;
+        super::Admission::of(&read_one(&reply)?)
+    }
+
     /// The geometry.
     pub fn profile(&self) -> &Profile {
         &self.format.profile
@@ -110,6 +131,11 @@ impl Session {
             blocks_credit: self.format.credits.count() as usize,
             block_bytes: self.format.slot_bytes,
         }
+    }
+
+    /// Blocks that this process has ahead of need when nothing is amiss.
+    pub(super) fn credit_ahead(&self) -> usize {
+        self.client.options.credit_ahead as usize
     }
 
     fn shift(&self) -> u32 {
@@ -208,7 +234,7 @@ impl Session {
     /// Takes blocks: from credit, and what is missing from the broker. All or none.
     fn take(&mut self, count: usize) -> Result<Vec<Spare>, Error> {
         if count > MAX_FDS && count > self.format.credits.count() as usize {
-            self.admit(count)?;
+            self.refuse_if_short(count)?;
         }
         let mut got: Vec<Spare> = Vec::with_capacity(count);
         let from_credit = |got: &mut Vec<Spare>| {
@@ -247,7 +273,7 @@ impl Session {
     }
 
     /// Refuses at once what takes several requests and cannot all be granted.
-    fn admit(&self, count: usize) -> Result<(), Error> {
+    fn refuse_if_short(&self, count: usize) -> Result<(), Error> {
         let room = self.client.room(&self.format)?;
         let needed = count as u64;
         let all = needed.saturating_add((self.entries.len() - self.head) as u64);
@@ -485,7 +511,9 @@ impl Session {
         let keep = tokens.div_ceil(self.per_block()).max(self.head);
         if keep < self.entries.len() {
             self.hide_all(keep..self.entries.len())?;
-            if let Err(e) = self.send_trim(tokens, self.head, self.entries.len() - keep) {
+            // As many as are kept ahead of need anyway stay credit: going back and forth over a block's end costs nothing.
+            let release = self.entries.len() - keep > self.credit_ahead();
+            if let Err(e) = self.send_trim(tokens, self.head, release) {
                 self.show_again(keep..self.entries.len());
                 return Err(e);
             }
@@ -501,6 +529,11 @@ impl Session {
     /// Drops the tokens before `first`, as far as they fill whole blocks (sliding window). Returns the first token that
     /// is still there.
     pub fn trim_head(&mut self, first: usize) -> Result<usize, Error> {
+        self.trim_head_keeping(first, self.credit_ahead())
+    }
+
+    /// [`trim_head`](Self::trim_head) of which up to `keep` blocks become credit; if there are more, all go back.
+    pub(super) fn trim_head_keeping(&mut self, first: usize, keep: usize) -> Result<usize, Error> {
         if first > self.tokens {
             return Err(Error::Invalid(format!(
                 "cannot drop {first} tokens: the session holds {}",
@@ -510,7 +543,7 @@ impl Session {
         let head = first >> self.shift();
         if head > self.head {
             self.hide_all(self.head..head)?;
-            if let Err(e) = self.send_trim(self.tokens, head, head - self.head) {
+            if let Err(e) = self.send_trim(self.tokens, head, head - self.head > keep) {
                 self.show_again(self.head..head);
                 return Err(e);
             }
@@ -519,9 +552,7 @@ impl Session {
         Ok(self.first_token())
     }
 
-    fn send_trim(&mut self, tokens: usize, head: usize, dropped: usize) -> Result<(), Error> {
-        // As many as are kept ahead of need anyway stay credit: going back and forth over a block's end costs nothing.
-        let release = dropped > self.client.options.credit_ahead as usize;
+    fn send_trim(&mut self, tokens: usize, head: usize, release: bool) -> Result<(), Error> {
         let reply = self.call(Verb::Trim, |w, report, blocks| {
             w.put(&wire::Trim {
                 report,
@@ -578,6 +609,12 @@ impl Session {
             return Err(Error::Invalid(text));
         }
         let (shift, end) = (self.shift(), ids.len() >> self.shift());
+        if self.sealed < self.head {
+            if end <= self.head {
+                return Ok(self.sealed << shift);
+            }
+            self.name_dropped(ids)?;
+        }
         while self.sealed < end {
             let from = self.sealed;
             let to = end.min(from + (MAX_TOKENS >> shift).max(1));
@@ -604,12 +641,18 @@ impl Session {
         if self.tokens > 0 {
             return Err(Error::Invalid(format!("the session holds {} tokens already", self.tokens)));
         }
+        self.attach_on(ids, false)
+    }
+
+    /// Shares what is published of a prompt from where the table ends, which holds whole sealed blocks only. `open`: the
+    /// prompt goes on after `ids`, so that its last token need not be left out.
+    fn attach_on(&mut self, ids: &[u32], open: bool) -> Result<usize, Error> {
         let ids = &ids[..ids.len().min(self.view_blocks().saturating_mul(self.per_block()))];
         let most = MAX_TOKENS & !(self.per_block() - 1);
         loop {
-            let rest = &ids[self.entries.len() << self.shift()..];
+            let rest = ids.get(self.entries.len() << self.shift()..).unwrap_or_default();
             let some = &rest[..rest.len().min(most)];
-            let more = some.len() < rest.len();
+            let more = open || some.len() < rest.len();
             let reply = self.client.call(Verb::Attach, self.id, |w| {
                 w.put(&wire::Attach { count: (some.len() as u32).into(), more: u32::from(more).into() });
                 w.put_tokens(some);
@@ -636,7 +679,7 @@ impl Session {
             self.tokens = tokens as usize;
             // Further on while whole blocks match and there are more to look up.
             let whole = self.tokens == self.entries.len() << self.shift();
-            if found == 0 || !whole || self.tokens + 1 >= ids.len() {
+            if found == 0 || !whole || self.tokens + usize::from(!open) >= ids.len() {
                 return Ok(self.tokens);
             }
         }
@@ -663,8 +706,8 @@ impl Session {
         Ok(read_one::<wire::Counted>(&reply)?.blocks.get() as usize)
     }
 
-    /// Keeps the sealed blocks among the first `tokens` tokens for ever, whoever comes and goes. Returns how many
-    /// blocks were not pinned before.
+    /// Keeps the sealed blocks among the first `tokens` tokens for ever, whoever comes and goes; of a profile with a
+    /// window, those that the token after them sees. Returns how many blocks were not pinned before.
     pub fn pin(&mut self, tokens: usize) -> Result<usize, Error> {
         self.send_pin(tokens, true)
     }
@@ -739,6 +782,7 @@ impl Drop for Session {
             w.put(&report);
             w.put_blocks(blocks.iter().copied());
         });
+        super::lock(&self.client.wanted).remove(&self.id);
         // A process without sessions needs nothing ahead; one with others keeps what it would ask for anyway.
         let last = self.format.sessions.fetch_sub(1, Ordering::Relaxed) == 1;
         let keep = if last { 0 } else { self.client.options.credit_ahead };

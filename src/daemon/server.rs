@@ -18,10 +18,10 @@ use super::admin::{self, Operator, Wait};
 use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
 use super::worker::Worker;
-use crate::broker::{Broker, Peer};
+use crate::broker::{Broker, ConnectError, Peer};
 use crate::id::ClientId;
 use crate::seqpacket::SeqPacket;
-use crate::wire::MAX_MESSAGE;
+use crate::wire::{self, Event, Fault, MAX_MESSAGE, Writer};
 
 /// Connections that are accepted in one turn.
 const PER_TURN: usize = 16;
@@ -154,6 +154,7 @@ impl Server {
                 }
             }
             self.unchecked |= count > 0;
+            self.broker.tick(Instant::now());
             for event in &events[..count] {
                 match Token::unpack(event.data()) {
                     Some(Token::Signal) if self.asked_to_stop() => return self.stop(),
@@ -187,7 +188,9 @@ impl Server {
         let watchdog = self.watchdog.map(|w| (w / 2).saturating_sub(last_watchdog.elapsed()));
         let breather = (!self.crowded.is_empty()).then_some(BREATHER);
         let pause = self.paused_until.map(|t| t.saturating_duration_since(Instant::now()));
-        let soonest = [watchdog, breather, pause].into_iter().flatten().min();
+        // Only while something is in quarantine or missing.
+        let wake = self.broker.next_wake().map(|t| t.saturating_duration_since(Instant::now()));
+        let soonest = [watchdog, breather, pause, wake].into_iter().flatten().min();
         let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
         soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
     }
@@ -259,7 +262,14 @@ impl Server {
         };
         let socket = SeqPacket::from(fd);
         socket.refuse_descriptors();
-        let id = self.broker.connect(Peer { uid, pid: peer.pid() })?;
+        let id = match self.broker.connect(Peer { uid, pid: peer.pid() }) {
+            Ok(id) => id,
+            Err(e) => {
+                // One message, if the socket takes it: whoever is refused learns why.
+                let _ = socket.send(&refusal(&e), &[]);
+                return Err(e.into());
+            }
+        };
         let connection = Connection::new(socket, pidfd, uid);
         let added =
             self.epoll.add(&connection, EpollEvent::new(EpollFlags::EPOLLIN, Token::Client(id).pack()));
@@ -446,6 +456,19 @@ impl Server {
         }
         Ok(())
     }
+}
+
+/// The event `refused`.
+fn refusal(why: &ConnectError) -> Vec<u8> {
+    let (fault, needed, available) = match why {
+        ConnectError::Nobody => (Fault::BadRequest, 0, 0),
+        ConnectError::Full(most) => (Fault::OverLimit, u64::from(*most) + 1, (*most).into()),
+        ConnectError::TenantFull { count, .. } => (Fault::OverLimit, u64::from(*count) + 1, (*count).into()),
+    };
+    let mut event = Writer::start(wire::EVENT | Event::Refused as u16, fault as u16, 0, 0);
+    event.put(&wire::Refusal { needed: needed.into(), available: available.into() });
+    event.put(why.to_string().as_bytes());
+    event.finish()
 }
 
 fn as_fd(operator: &Operator) -> std::os::fd::BorrowedFd<'_> {

@@ -1,7 +1,8 @@
 //! One extent: who owns it, how it is cut into slots, and what is in each slot.
 //!
-//! Owns the slots. Invariants: an extent has an owner exactly while it is cut into slots; its counts of free and of
-//! cached slots are the numbers of slots that are so; a slot's generation only grows, also when the extent is cut anew.
+//! Owns the slots. Invariants: an extent has an owner exactly while it is cut into slots; its counts of free, cached and
+//! suspect slots are the numbers of slots that are so; an extent that is wanted back has only free slots; a slot's
+//! generation only grows, also when the extent is cut anew.
 
 use std::collections::BTreeSet;
 
@@ -82,6 +83,8 @@ pub struct Owned {
     pub suspect: u32,
     /// When a block of it became cached last, by the pool's clock.
     pub warmth: u64,
+    /// Its holders have been asked to give it back: no block of it is granted meanwhile.
+    pub wanted_back: bool,
 }
 
 impl Owned {
@@ -89,6 +92,11 @@ impl Owned {
     pub fn is_cold(&self) -> bool {
         let gone = self.cached + self.suspect;
         gone > 0 && (self.free + gone) as usize == self.slots.len()
+    }
+
+    /// Whether blocks of it can be granted.
+    pub(super) fn is_open(&self) -> bool {
+        self.free > 0 && !self.wanted_back
     }
 }
 
@@ -101,6 +109,8 @@ pub enum Use {
     Dirty,
     /// Being renewed by the worker.
     Renewing,
+    /// It was somebody's, and somebody still holds it: it is nobody's until that has ended.
+    Quarantined,
     /// Cut into blocks of a tenant.
     Owned(Owned),
 }
@@ -112,6 +122,9 @@ pub struct Extent {
     pub usage: Use,
     /// The clients that have its descriptor.
     pub holders: BTreeSet<ClientId>,
+    /// Of these, the ones that were told to close it and have not said that they did: with their next block of it they get
+    /// the descriptor again.
+    pub told: BTreeSet<ClientId>,
     /// No slot of this extent has had a higher generation.
     pub last_generation: u64,
 }
@@ -119,7 +132,7 @@ pub struct Extent {
 impl Extent {
     /// An extent that nobody has seen.
     pub fn clean() -> Self {
-        Extent { usage: Use::Clean, holders: BTreeSet::new(), last_generation: 0 }
+        Extent { usage: Use::Clean, holders: BTreeSet::new(), told: BTreeSet::new(), last_generation: 0 }
     }
 
     /// The owner's part.

@@ -9,13 +9,13 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use kvbroker::broker::{MapReport, SessionReport, StatusReport};
+use kvbroker::broker::{LimitsReport, MapReport, Outcome, SessionReport, StatusReport};
 use kvbroker::daemon::DEFAULT_ADMIN_SOCKET;
 use kvbroker::size::Size;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::{Failure, print_json};
+use super::{Failure, print_json};
 
 /// How to ask.
 #[derive(Debug, Args)]
@@ -106,6 +106,124 @@ impl Ask {
     }
 }
 
+/// `kvbctl limits`
+#[derive(Debug, Args)]
+pub struct Limits {
+    #[command(flatten)]
+    ask: Ask,
+    /// Whose limits to change
+    uid: Option<u32>,
+    /// Extents that are always there for it, as a size; rounded up
+    #[arg(long, value_name = "SIZE", requires = "uid")]
+    reserve: Option<Size>,
+    /// What it may own at most, rounded down; `none` for no limit
+    #[arg(long, value_name = "SIZE", requires = "uid")]
+    limit: Option<String>,
+    /// 0 to 255; sessions of lower priority make room for those of higher
+    #[arg(long, value_name = "N", requires = "uid")]
+    priority: Option<u8>,
+    /// Only if this is still the revision that holds
+    #[arg(long, value_name = "N", requires = "uid")]
+    revision: Option<u64>,
+}
+
+impl Limits {
+    /// Asks, and prints what holds then. A change that is refused is exit code 1.
+    pub fn run(&self, out: &mut impl Write) -> Result<(), Failure> {
+        let mut question = "limits".to_owned();
+        if let Some(uid) = self.uid {
+            question += &format!(" uid={uid}");
+        }
+        if let Some(reserve) = self.reserve {
+            question += &format!(" reserve={}", reserve.bytes());
+        }
+        match self.limit.as_deref() {
+            None => {}
+            Some("none") => question += " limit=none",
+            Some(size) => {
+                let size: Size =
+                    size.parse().map_err(|e| Failure::Refused(format!("--limit {size}: {e}")))?;
+                question += &format!(" limit={}", size.bytes());
+            }
+        }
+        if let Some(priority) = self.priority {
+            question += &format!(" priority={priority}");
+        }
+        if let Some(revision) = self.revision {
+            question += &format!(" revision={revision}");
+        }
+        let answer = self.ask.answer(&question)?;
+        let report: LimitsReport = serde_json::from_value(answer.clone())
+            .map_err(|e| Failure::Refused(format!("the broker's answer is of another version ({e})")))?;
+        if report.outcome == Some(Outcome::Refused) {
+            return Err(Failure::Refused(report.reasons.join("; ")));
+        }
+        if self.ask.json {
+            return print_json(out, &answer);
+        }
+        print_limits(&report, out)?;
+        Ok(())
+    }
+}
+
+fn print_limits(report: &LimitsReport, out: &mut dyn Write) -> io::Result<()> {
+    if report.outcome == Some(Outcome::Deferred) {
+        writeln!(out, "taken, and in force for what comes: {}", report.reasons.join("; "))?;
+    }
+    let each = mib(report.extent_bytes);
+    writeln!(
+        out,
+        "revision {}; {} extents of {each}, {} of them reserved",
+        report.revision, report.extents, report.reserved
+    )?;
+    writeln!(out, "   uid  reserve  limit  priority  extents  pinned      cached      sessions")?;
+    for t in &report.tenants {
+        let limit = t.limit.map_or("none".into(), |limit| limit.to_string());
+        writeln!(
+            out,
+            "{:>6}  {:>7}  {limit:>5}  {:>8}  {:>7}  {:<10}  {:<10}  {:>8}",
+            t.uid,
+            t.reserve,
+            t.priority,
+            t.extents,
+            mib(t.pinned_bytes),
+            mib(t.cached_bytes),
+            t.sessions
+        )?;
+    }
+    Ok(())
+}
+
+/// `kvbctl unpin`
+#[derive(Debug, Args)]
+pub struct Unpin {
+    #[command(flatten)]
+    ask: Ask,
+    /// The beginning of a chain's name, or `all`
+    chain: String,
+}
+
+impl Unpin {
+    /// Asks, and prints what was unpinned. Nothing of that name is exit code 1.
+    pub fn run(&self, out: &mut impl Write) -> Result<(), Failure> {
+        let answer = self.ask.answer(&format!("unpin {}", self.chain))?;
+        let none = answer["unpinned"].as_array().is_none_or(Vec::is_empty);
+        if none && self.chain != "all" {
+            return Err(Failure::Refused(format!(
+                "no pinned prefix has a name that begins with {}",
+                self.chain
+            )));
+        }
+        if self.ask.json {
+            return print_json(out, &answer);
+        }
+        for pin in answer["unpinned"].as_array().into_iter().flatten() {
+            writeln!(out, "{} of uid {}: {} blocks", pin["chain"], pin["uid"], pin["blocks"])?;
+        }
+        Ok(())
+    }
+}
+
 /// Whether the map is coloured.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum Colour {
@@ -130,13 +248,22 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
         "pool      {all} in {} extents of {each}, {} ({}: {})",
         pool.extents, pool.backend, pool.heap, pool.reason
     )?;
-    if pool.extents < pool.extents_wanted {
-        let missing = pool.extents_wanted - pool.extents;
+    if pool.backend == kvbroker::heap::Backend::DmaHeap {
+        writeln!(out, "          count of holders: {}", pool.holder_count.text)?;
+    }
+    if pool.extents_missing > 0 {
         writeln!(
             out,
-            "          WARNING: {missing} of {} extents are missing: the kernel had no more memory for them",
-            pool.extents_wanted
+            "          WARNING: {} of {} extents are missing: the kernel had no more memory for them; it is asked again",
+            pool.extents_missing, pool.extents_wanted
         )?;
+    }
+    for q in &pool.quarantined {
+        write!(out, "          WARNING: extent {} is in quarantine, held by {} others", q.extent, q.others)?;
+        match &q.last_granted {
+            Some(l) => writeln!(out, "; last granted to pid {} ({}), tenant {}", l.pid, l.label, l.uid)?,
+            None => writeln!(out)?,
+        }
     }
     for f in &s.formats {
         let waste = f.waste_bytes_per_extent as f64 / pool.extent_bytes as f64 * 100.0;
@@ -162,12 +289,19 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
         n => format!("{} of {n} blocks looked up were found", s.prefix_hits),
     };
     writeln!(out, "prefixes  {} blocks, {} pinned; {hits}", s.prefix_blocks, s.prefix_pinned)?;
+    for pin in &s.pins {
+        writeln!(
+            out,
+            "pinned    {} by uid {} ({}, pid {}): {} blocks, {} tokens",
+            pin.chain, pin.uid, pin.label, pin.pid, pin.blocks, pin.tokens
+        )?;
+    }
     let c = &s.counters;
     writeln!(out, "requests  {}, of which {} refused ({} stale)", c.requests, c.refusals, c.stale)?;
     writeln!(
         out,
-        "memory    {} blocks granted, {} zeroed between processes, {} extents renewed between tenants",
-        c.granted, c.scrubbed, c.renewed
+        "memory    {} blocks granted, {} zeroed between processes, {} extents renewed between tenants ({} scrubbed in place)",
+        c.granted, c.scrubbed, c.renewed, c.reused
     )?;
     writeln!(out, "ledger")?;
     for (name, bytes) in s.ledger.iter().filter(|(_, bytes)| **bytes > 0) {
@@ -223,10 +357,12 @@ fn print_map(map: &MapReport, coloured: bool, out: &mut dyn Write) -> io::Result
     let legend = [
         ('-', "free extent"),
         ('~', "being renewed"),
+        ('!', "in quarantine"),
         ('.', "free block"),
         ('c', "credit"),
         ('p', "private"),
         ('s', "shared"),
+        ('k', "cached"),
         ('P', "pinned"),
     ];
     let colour = |letter: char| match letter {
@@ -234,7 +370,7 @@ fn print_map(map: &MapReport, coloured: bool, out: &mut dyn Write) -> io::Result
         'p' => "32",
         's' => "36",
         'P' => "35",
-        '~' => "31",
+        '~' | '!' => "31",
         _ => "90",
     };
     let paint = |letter: char, text: String| match coloured {
@@ -251,6 +387,15 @@ fn print_map(map: &MapReport, coloured: bool, out: &mut dyn Write) -> io::Result
             letters + &" ".repeat(width - e.slots.len())
         });
         writeln!(out, "{}", cells.collect::<Vec<_>>().join(" ").trim_end())?;
+    }
+    for e in &map.extents {
+        if let Some(l) = &e.last_granted {
+            writeln!(
+                out,
+                "extent {}: last granted to pid {} ({}), tenant {}",
+                e.extent, l.pid, l.label, l.uid
+            )?;
+        }
     }
     Ok(())
 }
