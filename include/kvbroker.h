@@ -99,7 +99,8 @@ enum {
     KVB_ERR_OVER_LIMIT = -103,      /* a limit that the operator has set */
     KVB_ERR_STALE = -104,           /* it names something that has gone */
     KVB_ERR_BAD_REQUEST = -105,     /* the broker calls the request wrong: a misuse, such as pinning what is not sealed */
-    KVB_ERR_BROKER_FAULT = -106     /* the broker's own fault */
+    KVB_ERR_BROKER_FAULT = -106,    /* the broker's own fault */
+    KVB_ERR_SESSION_LOST = -107     /* the session was ended for one of higher priority: what it wrote may be gone. Close it */
 };
 
 /* Starts a structure: kvb_stats stats = KVB_INIT(kvb_stats); In C++: kvb_stats stats = {}; stats.size = sizeof stats; */
@@ -145,8 +146,8 @@ typedef struct kvb_client_options {
 /* Connects to the broker at `socket`. With NULL: at KVBROKER_SOCKET if it is set, else /run/kvbroker/kvbroker.sock; and
  * with KVBROKER_BACKEND=embedded in the environment a pool of this process's own instead, of the default sizes.
  * `options` may be NULL. The environment is read during the call: no other thread may change it meanwhile.
- * Errors: NOT_REACHABLE, INVALID, TIMEOUT, BAD_REQUEST (another protocol version), LOST (the broker hung up: it has as
- * many connections as it may, of this uid or in all; its log says so), MAP. */
+ * Errors: NOT_REACHABLE, INVALID, TIMEOUT, BAD_REQUEST (another protocol version; a uid that can be no tenant),
+ * OVER_LIMIT (as many connections as there may be, of this uid or in all), LOST, MAP. */
 KVB_API KVB_MUST_CHECK int kvb_connect(const char *socket, const kvb_client_options *options, kvb_client **out);
 
 typedef struct kvb_embedded_options {
@@ -293,7 +294,7 @@ typedef struct kvb_open_options {
                             prefixes only under the same text. NULL is the empty text */
     uint64_t max_tokens; /* the longest length if it is known, else 0: one that can never fit is refused at once */
     uint32_t flags;      /* KVB_KEEP_STALE_BYTES */
-    uint32_t reserved;   /* 0 */
+    uint32_t priority;   /* 1 to 255: who makes room for whom, at most the tenant's own; 0 for the tenant's own */
 } kvb_open_options;
 
 /* Opens a session without tokens. Errors: INVALID, NEVER_FITS (in tokens), OVER_LIMIT, LOST, TIMEOUT. */
@@ -305,7 +306,7 @@ KVB_API int kvb_session_close(kvb_session *session);
 /* Makes room for `tokens` tokens in all: the rows from the old length on may then be written. Fewer than there are
  * changes nothing. A shared block that the old length ends in becomes a copy of the session's own. Makes no system call
  * while credit lasts and the session has no views.
- * Errors: NEVER_FITS, BUSY, OVER_LIMIT (in blocks); INVALID (longer than a view of it); LOST, TIMEOUT, MAP. */
+ * Errors: NEVER_FITS, BUSY, OVER_LIMIT (in blocks); INVALID (longer than a view of it); SESSION_LOST, LOST, TIMEOUT, MAP. */
 KVB_API KVB_MUST_CHECK int kvb_session_ensure(kvb_session *session, uint64_t tokens);
 
 /* Takes as credit, now, what growing to `tokens` tokens takes in steps of up to `step` tokens (what one ensure adds), all or
@@ -313,6 +314,33 @@ KVB_API KVB_MUST_CHECK int kvb_session_ensure(kvb_session *session, uint64_t tok
  * is refused before it is computed, and layers with a window hold no more than the window and one step. Errors as
  * kvb_session_ensure. */
 KVB_API KVB_MUST_CHECK int kvb_session_reserve(kvb_session *session, uint64_t tokens, uint64_t step);
+
+enum {
+    KVB_ADMITTED = 1,         /* growing to that length will not be refused, whatever others do */
+    KVB_AFTER_EVICTION = 2,   /* it fits when `blocks` cached blocks of this tenant go: ask again with KVB_MAY_EVICT */
+    KVB_WHEN_YOURS_FREE = 3,  /* it fits when `blocks` blocks that other sessions of this tenant hold are free */
+    KVB_BUSY_WITH_OTHERS = 4, /* `blocks` are missing, and other tenants have them */
+    KVB_TOO_LONG = 5          /* it never fits: too long by `blocks` */
+};
+
+/* kvb_session_admit, flags: cached prefixes of this tenant may go for it. */
+#define KVB_MAY_EVICT 1u
+
+typedef struct kvb_admission {
+    size_t size;
+    uint32_t verdict;  /* KVB_ADMITTED or what follows it */
+    uint32_t reserved;
+    uint64_t blocks;   /* in the sense of the verdict; with several groups, of the first one that lacks some */
+} kvb_admission;
+
+/* May the session grow to `tokens` tokens, the prompt and the longest answer, in steps of up to `step` tokens? Asked best
+ * after attach: what was found is not needed again. Every group is promised what it will hold, or none is; a promise is
+ * kept back for the session and not granted yet, so nothing lies idle. Not to be admitted is no error: it returns 0 and
+ * says in `out` what would help, and what was promised before still is. A length that the session has, such as 0, gives
+ * the promise back; trimming gives it room again; a fork has none. Sealed blocks do not come back when they leave a
+ * window: with windows, ask again after sealing. Errors: SESSION_LOST, INVALID, LOST, TIMEOUT. */
+KVB_API KVB_MUST_CHECK int kvb_session_admit(kvb_session *session, uint64_t tokens, uint64_t step, uint32_t flags,
+                                             kvb_admission *out);
 
 /* Makes the rows of tokens first to end - 1 writable, which are there already: what is shared or sealed among them
  * becomes a copy of the session's own. Errors as kvb_session_ensure. */
@@ -323,6 +351,16 @@ KVB_API int64_t kvb_session_tokens(const kvb_session *session);
 
 /* Index of the first token that no layer has dropped. */
 KVB_API int64_t kvb_session_first_token(const kvb_session *session);
+
+/* A session of higher priority needs this one's blocks: milliseconds until the broker ends it, at least 1; 0 when it is not
+ * asked for. Close or trim it before, if the work can be done later; afterwards the broker refuses calls on it with
+ * SESSION_LOST, and its rows read as zero or as they were. Asks nobody: it is told by any call that asks the broker, and by
+ * kvb_client_poll. */
+KVB_API int64_t kvb_session_wanted_back(const kvb_session *session);
+
+/* Index of the first token whose rows are not what was sealed, if the broker has found such (`kvbctl fsck`): trim to it and
+ * compute anew. As many as kvb_session_tokens when all is well. Told as kvb_session_wanted_back. */
+KVB_API int64_t kvb_session_damaged_from(const kvb_session *session);
 
 /* Drops the tokens from `tokens` on (a rejected draft, a new turn). Whole blocks go back. INVALID when layers with a window
  * have dropped what is read after them (kvb_session_set_rewind); 0 always works. */

@@ -71,10 +71,15 @@ impl SharedMap {
 
     /// A copy of `len` bytes at offset `at`.
     pub fn read(&self, at: usize, len: usize) -> Vec<u8> {
-        self.within(&(at..at + len));
         let mut out = vec![0; len];
-        // SAFETY: inside the mapping, and the destination is ours, so the two cannot overlap.
-        unsafe { self.map.as_ptr().add(at).copy_to_nonoverlapping(out.as_mut_ptr(), len) };
+        self.read_into(at, &mut out);
         out
+    }
+
+    /// The same into memory of the caller's own.
+    pub fn read_into(&self, at: usize, out: &mut [u8]) {
+        self.within(&(at..at + out.len()));
+        // SAFETY: inside the mapping, and the destination is ours, so the two cannot overlap.
+        unsafe { self.map.as_ptr().add(at).copy_to_nonoverlapping(out.as_mut_ptr(), out.len()) };
     }
 }

@@ -259,7 +259,7 @@ wire! {
         capacity: U64,
         /// What it could be granted now.
         free: U64,
-        /// What it holds now, credits included.
+        /// What it holds now, credits and cached blocks included.
         held: U64,
     }
 
@@ -297,6 +297,16 @@ wire! {
         session: U64,
         /// Milliseconds until it is ended.
         deadline_ms: U32,
+        /// 0.
+        reserved: U32,
+    }
+
+    /// Event `prefix damaged`: a sealed block of the session's table is not what it was when it was sealed.
+    struct Damaged {
+        /// The session.
+        session: U64,
+        /// The block's number, counted from the start of the sequence.
+        block: U32,
         /// 0.
         reserved: U32,
     }
@@ -443,6 +453,8 @@ codes! {
         ReclaimSession = 3, "reclaim session";
         /// The session has been ended for one of higher priority: [`Opened`].
         SessionLost = 4, "session lost";
+        /// A sealed block of a session is not what was sealed: [`Damaged`].
+        PrefixDamaged = 5, "prefix damaged";
         /// This connection may not be: a [`Refusal`] and its text follow, and the broker hangs up.
         Refused = 6, "refused";
     }

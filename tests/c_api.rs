@@ -200,7 +200,7 @@ fn every_code_of_the_header_has_its_name() {
         .filter_map(|line| line.trim().strip_prefix("KVB_ERR_")?.split_once(" = "))
         .map(|(name, rest)| (name, rest.split([',', ' ']).next().unwrap().parse().unwrap()))
         .collect();
-    assert_eq!(codes.len(), 18);
+    assert_eq!(codes.len(), 19);
     for (name, code) in codes {
         // SAFETY: the function returns a static string.
         let said = unsafe { CStr::from_ptr(capi::kvb_error_name(code)) }.to_str().unwrap();
@@ -232,7 +232,8 @@ fn structures_are_laid_out_alike_in_c_and_in_rust() {
         kvb_profile_info { size, slot_bytes, bytes_per_token, layers, tokens_per_block, shift, layout, groups, reserved }
         kvb_plane { offset, stride, row }
         kvb_room { size, capacity, free, held, credit }
-        kvb_open_options { size, label, model, max_tokens, flags, reserved }
+        kvb_admission { size, verdict, reserved, blocks }
+        kvb_open_options { size, label, model, max_tokens, flags, priority }
         kvb_stats {
             size, id, tokens, first_token, blocks_private, blocks_shared, blocks_credit, block_bytes, bytes_held
         }
@@ -249,6 +250,58 @@ fn structures_are_laid_out_alike_in_c_and_in_rust() {
     fs::write(&file, source).unwrap();
     let include = format!("-I{}", root().join("include").display());
     run(Command::new("cc").args(["-std=c11", "-Werror", "-fsyntax-only", &include]).arg(&file));
+}
+
+#[test]
+fn a_session_that_makes_no_room_in_time_is_lost_with_a_code_of_its_own() {
+    let daemon = Daemon::start();
+    let socket = CString::new(daemon.socket().to_str().unwrap()).unwrap();
+    let geometry = capi::kvb_geometry {
+        size: size_of::<capi::kvb_geometry>(),
+        name: c"m".as_ptr(),
+        element: c"f16".as_ptr(),
+        rows: null(),
+        layers: 2,
+        k_row: 512,
+        v_row: 512,
+        tokens_per_block: 16,
+        layout: 0,
+        window: 0,
+        windows: null(),
+    };
+    let options = |priority| capi::kvb_open_options {
+        size: size_of::<capi::kvb_open_options>(),
+        label: null(),
+        model: null(),
+        max_tokens: 0,
+        flags: 0,
+        priority,
+    };
+    let (mut client, mut profile) = (null_mut(), null_mut());
+    let (mut low, mut high) = (null_mut(), null_mut());
+    const SESSION_LOST: i32 = -107;
+    // SAFETY: the structures outlive the calls, and each handle is closed once.
+    unsafe {
+        assert_eq!(capi::kvb_connect(socket.as_ptr(), null(), &mut client), 0);
+        assert_eq!(capi::kvb_profile_new(client, &geometry, &mut profile), 0);
+        assert_eq!(capi::kvb_session_open(profile, &options(256), &mut low), -1, "priorities end at 255");
+        assert_eq!(capi::kvb_session_open(profile, &options(1), &mut low), 0);
+        assert_eq!(capi::kvb_session_open(profile, null(), &mut high), 0);
+        // All 128 blocks of the pool.
+        assert_eq!(capi::kvb_session_ensure(low, 128 * 16), 0);
+        assert_eq!((capi::kvb_session_wanted_back(low), capi::kvb_session_damaged_from(low)), (0, 128 * 16));
+        // It waits for the deadline, of 2 s, since nobody makes room.
+        assert_eq!(capi::kvb_session_ensure(high, 16), 0);
+        assert!(capi::kvb_session_wanted_back(low) > 0);
+        assert_eq!(capi::kvb_session_ensure(low, 129 * 16), SESSION_LOST);
+        let name = CStr::from_ptr(capi::kvb_error_name(SESSION_LOST));
+        assert_eq!(name, c"session-lost");
+        assert_eq!(capi::kvb_session_close(low), 0);
+        assert_eq!(capi::kvb_session_ensure(high, 32), 0);
+        assert_eq!(capi::kvb_session_close(high), 0);
+        assert_eq!(capi::kvb_profile_close(profile), 0);
+        assert_eq!(capi::kvb_client_close(client), 0);
+    }
 }
 
 #[test]

@@ -6,7 +6,7 @@ use std::sync::Arc;
 use kvbroker::attention::{Contiguous, Element, Scratch, Shape, attention, store_row};
 use kvbroker::broker::{Broker, Policy};
 use kvbroker::client::{
-    Client, ClientOptions, Embedded, Error, GroupedSession, OpenOptions, Session, SessionStats,
+    Admission, Client, ClientOptions, Embedded, Error, GroupedSession, OpenOptions, Session, SessionStats,
 };
 use kvbroker::heap::Memfd;
 use kvbroker::profile::{Group, Kv, Layer, Layout, Profile};
@@ -179,6 +179,34 @@ fn what_is_reserved_is_there_later_whatever_others_take() {
 }
 
 #[test]
+fn all_groups_are_admitted_or_none_and_a_promise_holds_whatever_others_take() {
+    // 200 tokens: 13 blocks of the full group in 4 extents; window and step take 5 of the other in 3.
+    let broker = broker(8);
+    let c = client(&broker, 0);
+    let (mut a, mut b, mut probe) = (open(&c), open(&c), open(&c));
+    assert_eq!(a.admit(200, 16, false).unwrap(), Admission::Admitted);
+    // The full group of the second would fit; three blocks of the other would not, so neither is promised anything.
+    assert_eq!(b.admit(64, 16, false).unwrap(), Admission::WhenYoursFree(3));
+    let full = probe.group_mut(0).unwrap();
+    assert_eq!(full.admit(8 * PER_BLOCK, false).unwrap(), Admission::WhenYoursFree(1));
+    assert_eq!(full.admit(7 * PER_BLOCK, false).unwrap(), Admission::Admitted);
+    drop(probe);
+    assert!(matches!(b.admit(8 * 4 * PER_BLOCK, 16, false).unwrap(), Admission::NeverFits(n) if n > 0));
+    drop(b);
+    // Another tenant takes all that is left: one extent.
+    let other =
+        Client::on(&broker, 1001, ClientOptions { credit_ahead: 0, ..ClientOptions::default() }).unwrap();
+    let profile = other.grouped_profile(&profile()).unwrap();
+    let mut greedy = other.open_grouped(&profile, OpenOptions::default()).unwrap();
+    greedy.group_mut(0).unwrap().ensure(4 * PER_BLOCK).unwrap();
+    let refused = greedy.group_mut(0).unwrap().ensure(5 * PER_BLOCK).unwrap_err();
+    assert_eq!(refused.fault(), Some(Fault::Busy), "{refused}");
+    run(&mut a, 200, 16, 1);
+    holds(&a, 1);
+    account(&broker, "private");
+}
+
+#[test]
 fn a_length_that_never_fits_counts_all_groups() {
     let broker = broker(6);
     let c = client(&broker, 0);
@@ -208,15 +236,14 @@ fn a_prefix_is_found_where_every_group_has_what_is_read_after_it() {
     holds(&t, 1);
     drop(t);
 
-    // The donor goes on: what its window has passed is gone, and with it the shorter prefixes; the longest one is found
-    // as long as its last window is there.
+    // The donor goes on: what its window has passed is cached, and so are the shorter prefixes.
     run(&mut s, 170, 10, 1);
     let mut t = open(&c);
     assert_eq!(t.attach(&ids).unwrap(), 160);
     drop(t);
-    assert_eq!(open(&c).attach(&ids[..130]).unwrap(), 0, "layers with a window have tokens 112 on");
+    assert_eq!(open(&c).attach(&ids[..130]).unwrap(), 128);
     run(&mut s, 240, 10, 1);
-    assert_eq!(open(&c).attach(&ids).unwrap(), 0, "tokens 113 on are gone there");
+    assert_eq!(open(&c).attach(&ids).unwrap(), 160);
     // The next seal names what has gone as well, since names are chained.
     assert_eq!(s.seal(&ids[..240]).unwrap(), 240);
     let mut t = open(&c);
@@ -224,7 +251,7 @@ fn a_prefix_is_found_where_every_group_has_what_is_read_after_it() {
     holds(&t, 1);
     let mut other = ids.clone();
     other[20] = 9999;
-    assert_eq!(open(&c).attach(&other).unwrap(), 0, "other tokens far before the window are another prefix");
+    assert_eq!(open(&c).attach(&other).unwrap(), 16, "other tokens far before the window are another prefix");
     assert_eq!(open(&c).attach(&ids[..240]).unwrap(), 239, "the last token is always computed");
 }
 
@@ -272,12 +299,15 @@ fn a_pinned_prefix_keeps_what_is_read_after_it_and_no_more() {
     assert_eq!(s.unpin(160).unwrap(), 10 + 3);
     drop(s);
     drop(c);
-    assert_eq!(account(&broker, "free"), 40 * EXTENT);
+    // Nobody holds it any more: all that was sealed is cached.
+    assert_eq!((account(&broker, "pinned"), account(&broker, "cached")), (0, 10 * (32 << 10) + 10 * (64 << 10)));
 }
 
 #[test]
 fn where_one_group_misses_the_longest_length_a_shorter_one_is_found() {
-    let broker = broker(40);
+    // Nothing that can go is kept.
+    let policy = Policy { cache_bytes: Some(0), ..Policy::default() };
+    let broker = Embedded::new(Broker::new(Arc::new(Memfd::new(false)), EXTENT, 40, 40, policy).unwrap());
     let c = client(&broker, 0);
     let ids: Vec<u32> = (0..400).collect();
     let mut s = open(&c);

@@ -86,6 +86,7 @@ fn every_structure_is_in_the_document_byte_by_byte() {
         Present { blocks, reserved }
         Pin { report, blocks, on }
         Counted { blocks, duplicates }
+        Damaged { session, block, reserved }
         GiveBack { extent, deadline_ms }
         ReturnExtent { extent, reserved }
         ReclaimSession { session, deadline_ms, reserved }

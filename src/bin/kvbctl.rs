@@ -59,6 +59,9 @@ enum Command {
     /// Have the broker count every byte anew
     #[command(after_help = EXIT_CODES)]
     Check(live::Ask),
+    /// Verify the checksum of every sealed block; damaged ones are dropped
+    #[command(after_help = EXIT_CODES)]
+    Fsck(live::Ask),
     /// Look whether this board is ready, item by item, and say what mends it; needs no running broker
     #[command(after_help = doctor::EXIT_CODES)]
     Doctor(doctor::Args),
@@ -101,6 +104,7 @@ fn main() -> ExitCode {
         Command::Limits(args) => args.run(&mut out),
         Command::Unpin(args) => args.run(&mut out),
         Command::Check(ask) => ask.check(&mut out),
+        Command::Fsck(ask) => ask.fsck(&mut out),
         Command::Doctor(args) => args.run(&mut out),
     };
     let flushed = out.flush().map_err(Failure::from);

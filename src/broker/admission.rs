@@ -96,6 +96,11 @@ impl Broker {
         let (promised, cut) = (s.promised, self.state.formats[&s.format].cut);
         let least = u64::from(blocks);
         let decision = |verdict, blocks| Some(Decision { verdict, blocks });
+        if blocks == 0 {
+            // To ask for nothing more is to give the promise back, whatever the limits are by now.
+            self.admit(id, 0);
+            return decision(Verdict::Admitted, 0);
+        }
         let capacity = self.capacity(tenant, &cut);
         if has + least > capacity {
             return decision(Verdict::NeverFits, has + least - capacity);

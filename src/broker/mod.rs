@@ -10,6 +10,7 @@
 
 mod admission;
 mod consent;
+mod fsck;
 mod grant;
 #[cfg(test)]
 mod model_test;
@@ -28,6 +29,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+pub use fsck::{DamageReport, FsckReport};
 pub use prefix::{Eviction, PrefixStats};
 pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
@@ -74,6 +76,8 @@ pub struct Policy {
     pub cache_bytes: Option<u64>,
     /// Milliseconds that a session gets to make room for one of higher priority.
     pub reclaim_ms: u32,
+    /// Take checksums of sealed blocks, which a check compares ([`Broker::begin_fsck`]).
+    pub checksums: bool,
     /// Zero a block at every grant, not only when it comes from another process.
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
@@ -93,6 +97,7 @@ impl Default for Policy {
             eviction: Eviction::default(),
             cache_bytes: None,
             reclaim_ms: 2000,
+            checksums: false,
             scrub_always: false,
             one_block_per_extent: false,
         }
@@ -157,6 +162,17 @@ pub enum Job {
         /// Its size.
         bytes: u64,
     },
+    /// Read a piece of a sealed block for its checksum.
+    Sum {
+        /// The block.
+        block: BlockId,
+        /// Where it is.
+        buffer: Arc<Buffer>,
+        /// The piece, from the buffer's start.
+        piece: Range<u64>,
+        /// The sum of the pieces before it; 0 before the first.
+        sum: u32,
+    },
 }
 
 /// What became of a [`Job`].
@@ -178,6 +194,13 @@ pub enum Done {
     },
     /// The kernel has answered.
     Allocated(Result<Buffer, HeapError>),
+    /// A piece of a sealed block is read, or not.
+    Summed {
+        /// The block.
+        block: BlockId,
+        /// The sum with this piece.
+        result: Result<u32, String>,
+    },
 }
 
 impl Job {
@@ -194,6 +217,9 @@ impl Job {
                 Done::Renewed { extent, result: Renewal::of(heap.allocate(bytes)) }
             }
             Job::Allocate { bytes } => Done::Allocated(heap.allocate(bytes)),
+            Job::Sum { block, buffer, piece, sum } => {
+                Done::Summed { block, result: buffer.checksum(piece, sum).map_err(|e| e.to_string()) }
+            }
         }
     }
 }
@@ -300,6 +326,9 @@ pub struct Counters {
     pub reclaims: u64,
     /// Of these, those that did not in time, and were ended.
     pub sessions_lost: u64,
+    /// Sealed blocks that were found to be not what was sealed.
+    #[serde(default)]
+    pub damaged: u64,
 }
 
 /// Everything that decides, in a form that can be written down and rebuilt.
@@ -360,6 +389,7 @@ pub struct Broker {
     stirred: bool,
     asked_back: BTreeMap<ExtentId, consent::Asked>,
     absent: quarantine::Absent,
+    sums: fsck::Sums,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
     next_ticket: u64,
@@ -428,6 +458,7 @@ impl Broker {
             stirred: false,
             asked_back: BTreeMap::new(),
             absent: quarantine::Absent::new(),
+            sums: fsck::Sums::default(),
             fresh_descriptors: BTreeSet::new(),
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
@@ -619,6 +650,7 @@ impl Broker {
             Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
             Done::Renewed { extent, result } => self.renewed(extent, result),
             Done::Allocated(result) => self.allocated(result),
+            Done::Summed { block, result } => self.summed(block, result),
         }
         self.settle();
     }
@@ -672,6 +704,7 @@ impl Broker {
             self.asked_back.remove(&extent);
             self.jobs.push_back(Job::Renew { extent, old, bytes });
         }
+        self.order_sum();
         if cfg!(debug_assertions) {
             self.check();
         }

@@ -92,6 +92,8 @@ struct Node {
     priority: u8,
     hits: u32,
     last: u64,
+    /// Of its bytes as they were when it was sealed, once the worker has read them.
+    checksum: Option<u32>,
     /// Children that cannot be evicted, by themselves or because of what continues them.
     #[serde(skip)]
     busy: u32,
@@ -161,6 +163,8 @@ pub struct Prefixes {
     queries: u64,
     hits: u64,
     evictions: u64,
+    /// Blocks in use that are not what was sealed.
+    damaged: BTreeSet<BlockId>,
     // What follows is derived from the nodes.
     by_place: BTreeMap<Place, Digest>,
     /// Parent and child. The parent may have left the index.
@@ -183,19 +187,21 @@ struct Stored {
     queries: u64,
     hits: u64,
     evictions: u64,
+    damaged: BTreeSet<BlockId>,
 }
 
 impl From<Prefixes> for Stored {
     fn from(p: Prefixes) -> Self {
-        let Prefixes { policy, nodes, pins, clock, queries, hits, evictions, .. } = p;
-        Stored { policy, nodes, pins, clock, queries, hits, evictions }
+        let Prefixes { policy, nodes, pins, clock, queries, hits, evictions, damaged, .. } = p;
+        Stored { policy, nodes, pins, clock, queries, hits, evictions, damaged }
     }
 }
 
 impl From<Stored> for Prefixes {
     fn from(s: Stored) -> Self {
-        let Stored { policy, nodes, pins, clock, queries, hits, evictions } = s;
-        let mut index = Prefixes { policy, pins, clock, queries, hits, evictions, ..Prefixes::default() };
+        let Stored { policy, nodes, pins, clock, queries, hits, evictions, damaged } = s;
+        let mut index =
+            Prefixes { policy, pins, clock, queries, hits, evictions, damaged, ..Prefixes::default() };
         let idle: Vec<Digest> = nodes.iter().filter(|(_, n)| n.idle).map(|(name, _)| *name).collect();
         for (name, node) in nodes {
             index.link(name, Node { idle: false, ..node });
@@ -213,16 +219,18 @@ impl Prefixes {
 
     /// Publishes a block that somebody holds; `false` if another block has its name already, which stays, or if the
     /// block has another name already: what it holds was true of its first name, and it has only one entry to be
-    /// forgotten by.
+    /// forgotten by. So it is for a block that is damaged.
     pub fn publish(&mut self, p: Publication) -> bool {
-        if self.nodes.contains_key(&p.name) || self.by_place.contains_key(&p.block.place) {
+        let is_new = !self.nodes.contains_key(&p.name) && !self.by_place.contains_key(&p.block.place);
+        if !is_new || self.damaged.contains(&p.block) {
             return false;
         }
         self.clock += 1;
         let Publication { name, parent, block, tenant, format, priority } = p;
         let pins = BTreeSet::new();
-        let (last, hits, busy) = (self.clock, 0, 0);
-        let node = Node { block, tenant, format, parent, pins, idle: false, priority, hits, last, busy };
+        let (last, hits, busy, checksum) = (self.clock, 0, 0, None);
+        let node =
+            Node { block, tenant, format, parent, pins, idle: false, priority, hits, last, checksum, busy };
         self.link(name, node);
         true
     }
@@ -340,6 +348,35 @@ impl Prefixes {
     /// The block under `name`.
     pub fn get(&self, name: &Digest) -> Option<BlockId> {
         self.nodes.get(name).map(|n| n.block)
+    }
+
+    fn node_of(&self, block: BlockId) -> Option<&Node> {
+        let name = self.by_place.get(&block.place)?;
+        self.nodes.get(name).filter(|n| n.block == block)
+    }
+
+    /// The checksum of a published block, if it has been taken; `None` for a block that is not published.
+    pub fn checksum(&self, block: BlockId) -> Option<Option<u32>> {
+        self.node_of(block).map(|n| n.checksum)
+    }
+
+    /// Keeps a published block's checksum.
+    pub fn set_checksum(&mut self, block: BlockId, sum: u32) {
+        let Some(name) = self.by_place.get(&block.place) else { return };
+        if let Some(node) = self.nodes.get_mut(name).filter(|n| n.block == block) {
+            node.checksum = Some(sum);
+        }
+    }
+
+    /// The chains for which a block is pinned.
+    pub fn pins_of(&self, block: BlockId) -> Vec<Digest> {
+        self.node_of(block).map_or_else(Vec::new, |n| n.pins.iter().copied().collect())
+    }
+
+    /// A block in use that has lost its name is never published again. Of earlier marks those stay for which `lives`.
+    pub fn mark_damaged(&mut self, block: BlockId, lives: impl Fn(&BlockId) -> bool) {
+        self.damaged.retain(lives);
+        self.damaged.insert(block);
     }
 
     /// Pins or unpins, for the chain that ends in `chain`, the block under `name`. Returns the block if with that it

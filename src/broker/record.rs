@@ -74,6 +74,7 @@ impl Broker {
         broker.state = state;
         broker.forget_requests();
         broker.take_up_quarantine();
+        broker.sum_all_later();
         broker.settle();
         Ok(broker)
     }

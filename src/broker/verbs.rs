@@ -448,7 +448,12 @@ impl Broker {
     ) -> bool {
         let s = &self.state.sessions[&id];
         let (tenant, format, priority) = (s.tenant, s.format, s.priority);
-        self.state.prefixes.publish(Publication { name, parent, block, tenant, format, priority })
+        let published =
+            self.state.prefixes.publish(Publication { name, parent, block, tenant, format, priority });
+        if published {
+            self.sum_later(block);
+        }
+        published
     }
 
     /// Sealed blocks of the table take the names that are free: whoever published them first may have gone, and what is
@@ -553,11 +558,16 @@ impl Broker {
     /// Unpins a chain, whoever pinned it: what an operator does. Blocks that nobody else pins and no session holds are
     /// cached from then on. `None` if there is no such chain.
     pub fn unpin(&mut self, chain: &prefix::Digest) -> Option<prefix::Pin> {
+        let pin = self.lift_pin(chain)?;
+        self.settle();
+        Some(pin)
+    }
+
+    pub(super) fn lift_pin(&mut self, chain: &prefix::Digest) -> Option<prefix::Pin> {
         let pin = self.state.prefixes.set_pin(*chain, None)?;
         for name in self.state.prefixes.chain(chain) {
             self.set_pinned(&name, *chain, false);
         }
-        self.settle();
         Some(pin)
     }
 
@@ -719,6 +729,12 @@ impl Broker {
         r.end()?;
         // To close a session that was lost is to agree: its blocks are not written any more.
         if self.forget_lost(client, id) {
+            // What it had put into its table without a word is credit still.
+            for claim in used.iter().map(wire::WireBlock::id) {
+                if self.state.pool.free_credit(claim, client).is_ok() {
+                    self.state.pool.release_if_idle(claim.place.extent);
+                }
+            }
             return empty();
         }
         self.apply_report(client, id, &report, used)?;

@@ -11,7 +11,7 @@ use super::error::Code;
 use super::process::Birth;
 use super::sized::{self, Versioned};
 use super::{Failure, aligned, at, border, count, elements, hand_out, number, status, take_back, text};
-use crate::client::{GroupedSession, OpenOptions, SessionStats};
+use crate::client::{Admission, GroupedSession, OpenOptions, SessionStats};
 use crate::profile::Kv;
 
 /// A token sequence.
@@ -80,6 +80,8 @@ pub(super) fn kv(kv: u32) -> Result<Kv, Failure> {
 
 /// `kvb_open_options.flags`: blocks that this process has used before keep their old bytes.
 const KEEP_STALE_BYTES: u32 = 1;
+/// `kvb_session_admit`, `flags`: cached prefixes may go.
+const MAY_EVICT: u32 = 1;
 
 versioned! {
     /// See the header.
@@ -88,7 +90,14 @@ versioned! {
         model: *const c_char,
         max_tokens: u64,
         flags: u32,
+        priority: u32,
+    }
+
+    /// See the header.
+    struct kvb_admission {
+        verdict: u32,
         reserved: u32,
+        blocks: u64,
     }
 
     /// See the header.
@@ -135,12 +144,18 @@ pub unsafe extern "C" fn kvb_session_open(
         // SAFETY: the header asks for a handle that is not closed, and for options whose `size` bytes are there.
         let (profile, given) =
             unsafe { (kvb_profile::get(profile)?, sized::read(options, "kvb_open_options")?) };
-        if given.flags & !KEEP_STALE_BYTES != 0 || given.reserved != 0 {
+        if given.flags & !KEEP_STALE_BYTES != 0 {
             return Err(Failure::invalid(format!(
                 "kvb_open_options: flags {:#x} are not known",
                 given.flags
             )));
         }
+        let Ok(priority) = u8::try_from(given.priority) else {
+            return Err(Failure::invalid(format!(
+                "kvb_open_options.priority is {}: 1 to 255, or 0 for the tenant's own",
+                given.priority
+            )));
+        };
         // SAFETY: the header asks for strings that end.
         let (label, model) = unsafe {
             (text(given.label, "kvb_open_options.label")?, text(given.model, "kvb_open_options.model")?)
@@ -148,7 +163,7 @@ pub unsafe extern "C" fn kvb_session_open(
         let max_tokens = Some(given.max_tokens).filter(|t| *t > 0);
         let zero = given.flags & KEEP_STALE_BYTES == 0;
         let (client, profile) = profile.parts();
-        let options = OpenOptions { label, model, max_tokens, zero, ..OpenOptions::default() };
+        let options = OpenOptions { label, model, max_tokens, zero, priority };
         let session = client.open_grouped(profile, options)?;
         // SAFETY: checked first of all.
         unsafe { hand_out(out, kvb_session::new(session)) };
@@ -195,6 +210,37 @@ pub unsafe extern "C" fn kvb_session_reserve(session: *mut kvb_session, tokens: 
 
 /// See the header.
 #[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_admit(
+    session: *mut kvb_session,
+    tokens: u64,
+    step: u64,
+    flags: u32,
+    out: *mut kvb_admission,
+) -> i32 {
+    status(|| {
+        aligned(out, "out")?;
+        // SAFETY: the header asks for a structure whose `size` bytes are there. Looked at before anything is promised.
+        unsafe { sized::check(out, "kvb_admission")? };
+        if flags & !MAY_EVICT != 0 {
+            return Err(Failure::invalid(format!("flags {flags:#x}: only KVB_MAY_EVICT means something")));
+        }
+        let (tokens, step) = (number(tokens, "tokens")?, number(step, "step")?);
+        // SAFETY: the header asks for a handle that is not closed.
+        let admission = unsafe { write(session)? }.admit(tokens, step, flags & MAY_EVICT != 0)?;
+        let (verdict, blocks) = match admission {
+            Admission::Admitted => (1, 0),
+            Admission::AfterEviction(blocks) => (2, blocks),
+            Admission::WhenYoursFree(blocks) => (3, blocks),
+            Admission::Busy(blocks) => (4, blocks),
+            Admission::NeverFits(blocks) => (5, blocks),
+        };
+        // SAFETY: checked first of all.
+        unsafe { sized::write(out, "kvb_admission", kvb_admission { size: 0, verdict, reserved: 0, blocks }) }
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvb_session_set_rewind(session: *mut kvb_session, tokens: u64) -> i32 {
     status(|| {
         let tokens = number(tokens, "tokens")?;
@@ -226,6 +272,27 @@ pub unsafe extern "C" fn kvb_session_tokens(session: *const kvb_session) -> i64 
 pub unsafe extern "C" fn kvb_session_first_token(session: *const kvb_session) -> i64 {
     // SAFETY: the header asks for a handle that is not closed.
     border(|| count(unsafe { read(session)? }.first_token()))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_wanted_back(session: *const kvb_session) -> i64 {
+    border(|| {
+        // SAFETY: the header asks for a handle that is not closed.
+        let Some(until) = unsafe { read(session)? }.wanted_back() else { return Ok(0) };
+        let left = until.saturating_duration_since(std::time::Instant::now());
+        Ok(i64::try_from(left.as_millis()).unwrap_or(i64::MAX).max(1))
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_damaged_from(session: *const kvb_session) -> i64 {
+    border(|| {
+        // SAFETY: the header asks for a handle that is not closed.
+        let session = unsafe { read(session)? };
+        count(session.damaged_from().map_or(session.tokens(), |token| token.min(session.tokens())))
+    })
 }
 
 /// See the header.

@@ -8,7 +8,7 @@
 use std::ops::Range;
 use std::sync::Arc;
 
-use super::{Client, ClientProfile, Error, OpenOptions, PlaneView, Room, Session};
+use super::{Admission, Client, ClientProfile, Error, OpenOptions, PlaneView, Room, Session};
 use crate::attention::Paged;
 use crate::profile::{Kv, Plane, Profile, ProfileError};
 use crate::wire::Fault;
@@ -42,6 +42,8 @@ pub struct GroupedSession {
     sessions: Vec<Session>,
     tokens: usize,
     rewind: usize,
+    /// The length that each group was admitted to last, as it was put to the broker; 0 without a promise.
+    admitted: Vec<usize>,
 }
 
 impl Client {
@@ -72,7 +74,7 @@ impl Client {
         options: OpenOptions,
     ) -> Result<GroupedSession, Error> {
         if let Some(tokens) = options.max_tokens.filter(|_| profile.groups.len() > 1) {
-            profile.admit(tokens)?;
+            profile.refuse_too_long(tokens)?;
         }
         let open = |(n, group): (usize, &ClientProfile)| {
             let per_block = u64::from(profile.profile.tokens_per_block());
@@ -84,8 +86,9 @@ impl Client {
             };
             self.open(group, OpenOptions { label, max_tokens, ..options.clone() })
         };
-        let sessions = profile.groups.iter().enumerate().map(open).collect::<Result<_, _>>()?;
-        Ok(GroupedSession { profile: profile.clone(), sessions, tokens: 0, rewind: 0 })
+        let sessions = profile.groups.iter().enumerate().map(open).collect::<Result<Vec<_>, _>>()?;
+        let admitted = vec![0; sessions.len()];
+        Ok(GroupedSession { profile: profile.clone(), sessions, tokens: 0, rewind: 0, admitted })
     }
 }
 
@@ -168,7 +171,7 @@ impl GroupedProfile {
     }
 
     /// Refuses a length whose blocks of all groups can never be there at once.
-    fn admit(&self, tokens: u64) -> Result<(), Error> {
+    fn refuse_too_long(&self, tokens: u64) -> Result<(), Error> {
         let rooms = self.groups.iter().map(ClientProfile::room).collect::<Result<Vec<Room>, _>>()?;
         let each = |g: usize| u64::from(self.groups[g].format.blocks_per_extent).max(1);
         let most = (0..rooms.len()).map(|g| rooms[g].capacity / each(g)).min().unwrap_or(0);
@@ -217,6 +220,17 @@ impl GroupedSession {
     /// [`trim_head`](Self::trim_head) has left.
     pub fn first_token(&self) -> usize {
         self.sessions.iter().map(Session::first_token).max().unwrap_or(0)
+    }
+
+    /// When the broker ends the sequence to make room for one of higher priority, if it has asked for a session of any
+    /// group, as [`Session::wanted_back`].
+    pub fn wanted_back(&self) -> Option<std::time::Instant> {
+        self.sessions.iter().filter_map(Session::wanted_back).min()
+    }
+
+    /// The first token whose rows in any group are not what was sealed, as [`Session::damaged_from`].
+    pub fn damaged_from(&self) -> Option<usize> {
+        self.sessions.iter().filter_map(Session::damaged_from).min()
     }
 
     /// The sliding window of a layer in tokens, for [`Shape::window`](crate::attention::Shape::window).
@@ -288,9 +302,11 @@ impl GroupedSession {
         let shift = self.shift();
         let session = &mut self.sessions[group];
         if first >> shift > session.first_token() >> shift {
-            // What is needed at once need not go to the broker and back.
+            // What is needed at once need not go to the broker and back; but with a promise it does, because blocks that
+            // are given back are promised again, and credit is any session's.
             let more = tokens.div_ceil(1 << shift).saturating_sub(session.table().len());
-            session.trim_head_keeping(first, more.max(session.credit_ahead()))?;
+            let keep = if self.admitted[group] > 0 { 0 } else { more.max(session.credit_ahead()) };
+            session.trim_head_keeping(first, keep)?;
         }
         Ok(())
     }
@@ -302,8 +318,66 @@ impl GroupedSession {
         self.profile.reserve_each(&missing)
     }
 
+    /// Asks for a promise that the sequence can grow to `tokens` tokens, the prompt and the longest answer, in steps of up
+    /// to `step` (what one [`ensure`](Self::ensure) adds): for all groups, or for none. Best after
+    /// [`attach`](Self::attach); `may_evict`: cached prefixes of this tenant may go for it.
+    ///
+    /// Where it is not admitted, the number in the answer counts blocks of the first group that lacks some, and what
+    /// was promised before still is. Layers with a window are promised the window and one step. Blocks that are
+    /// sealed do not come back when they leave a window: who seals a prompt asks again after that.
+    pub fn admit(&mut self, tokens: usize, step: usize, may_evict: bool) -> Result<Admission, Error> {
+        if self.sessions.len() > 1 {
+            if let Err(e) = self.profile.refuse_too_long(tokens as u64) {
+                return match e {
+                    Error::Refused { fault: Fault::NeverFits, needed, available, .. } => {
+                        let per_block = 1 << self.shift();
+                        Ok(Admission::NeverFits(needed.div_ceil(per_block) - available / per_block))
+                    }
+                    other => Err(other),
+                };
+            }
+        }
+        let before = self.admitted.clone();
+        for group in 0..self.sessions.len() {
+            let length = self.length_to_admit(group, tokens, step);
+            let answer = self.sessions[group].admit(length, may_evict);
+            if matches!(answer, Ok(Admission::Admitted)) {
+                self.admitted[group] = length;
+                continue;
+            }
+            // Those that have got more have what they had before.
+            for (earlier, length) in before.into_iter().enumerate().take(group) {
+                match self.sessions[earlier].admit(length, may_evict) {
+                    Ok(Admission::Admitted) => self.admitted[earlier] = length,
+                    other => log::debug!("session {}: {other:?}", self.sessions[earlier].id()),
+                }
+            }
+            return answer;
+        }
+        Ok(Admission::Admitted)
+    }
+
+    /// The length to which a group is to be admitted, so that the broker promises what it will hold at most.
+    fn length_to_admit(&self, group: usize, tokens: usize, step: usize) -> usize {
+        match self.profile.window(group) {
+            // The broker counts blocks from the sequence's start, and adds the copy of a shared one.
+            Some(_) => {
+                let (more, _) = self.lacking(group, tokens, step);
+                let blocks = self.sessions[group].table().len().saturating_add(more);
+                blocks.saturating_mul(1 << self.shift())
+            }
+            None => tokens,
+        }
+    }
+
     /// The blocks that a group lacks for growing to `tokens` in steps of up to `step`.
     fn missing(&self, group: usize, tokens: usize, step: usize) -> u32 {
+        let (more, copy) = self.lacking(group, tokens, step);
+        u32::try_from(more + copy).unwrap_or(u32::MAX)
+    }
+
+    /// The same, and apart from that the copies of shared blocks that are made first.
+    fn lacking(&self, group: usize, tokens: usize, step: usize) -> (usize, usize) {
         let per_block = 1 << self.shift();
         let (session, stats) = (&self.sessions[group], self.sessions[group].stats());
         let all = tokens.div_ceil(per_block);
@@ -318,7 +392,7 @@ impl GroupedSession {
         };
         // A shared block that the sequence ends in is copied first.
         let copy = usize::from(stats.tokens % per_block != 0 && stats.blocks_shared > 0);
-        u32::try_from(most.saturating_sub(have) + copy).unwrap_or(u32::MAX)
+        (most.saturating_sub(have), copy)
     }
 
     /// Drops the tokens from `tokens` on; with 0 the sequence starts anew. Refused when a group has dropped what is read
@@ -368,9 +442,11 @@ impl GroupedSession {
 
     /// A second sequence over the same tokens, as [`Session::fork`].
     pub fn fork(&mut self) -> Result<GroupedSession, Error> {
-        let sessions = self.sessions.iter_mut().map(Session::fork).collect::<Result<_, _>>()?;
+        let sessions = self.sessions.iter_mut().map(Session::fork).collect::<Result<Vec<_>, _>>()?;
         let (profile, tokens, rewind) = (self.profile.clone(), self.tokens, self.rewind);
-        Ok(GroupedSession { profile, sessions, tokens, rewind })
+        // What was promised to the one is not promised to the other.
+        let admitted = vec![0; sessions.len()];
+        Ok(GroupedSession { profile, sessions, tokens, rewind, admitted })
     }
 
     /// Publishes the whole blocks among the first `ids.len()` tokens, whose token ids these are, as far as each group

@@ -218,6 +218,8 @@ struct Shared {
     asked: Mutex<HashMap<u64, Arc<Format>>>,
     /// Sessions that the broker wants back, and when it ends them.
     wanted: Mutex<HashMap<u64, Instant>>,
+    /// The first damaged block of sessions that have one.
+    damaged: Mutex<HashMap<u64, u32>>,
     info: BrokerInfo,
     options: ClientOptions,
     made_by: u32,
@@ -300,6 +302,7 @@ impl Client {
             formats: Mutex::new(Vec::new()),
             asked: Mutex::new(HashMap::new()),
             wanted: Mutex::new(HashMap::new()),
+            damaged: Mutex::new(HashMap::new()),
             info,
             options,
             made_by: std::process::id(),
@@ -538,6 +541,12 @@ impl Shared {
                     let event: wire::ReclaimSession = read_one(&message)?;
                     let until = Instant::now() + Duration::from_millis(event.deadline_ms.get().into());
                     lock(&self.wanted).insert(event.session.get(), until);
+                }
+                Some(Event::PrefixDamaged) => {
+                    let event: wire::Damaged = read_one(&message)?;
+                    let mut damaged = lock(&self.damaged);
+                    let first = damaged.entry(event.session.get()).or_insert(u32::MAX);
+                    *first = event.block.get().min(*first);
                 }
                 Some(_) | None if message.sequence == 0 => {}
                 _ => {

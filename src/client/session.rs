@@ -94,8 +94,17 @@ impl Session {
         super::lock(&self.client.wanted).get(&self.id).copied()
     }
 
+    /// The first token whose rows are not what they were when they were sealed, if the broker has found such: what comes
+    /// from there on is to be computed anew, after [`trim`](Self::trim). Events are taken in by every call, and by
+    /// [`Client::poll`](super::Client::poll).
+    pub fn damaged_from(&self) -> Option<usize> {
+        let block = super::lock(&self.client.damaged).get(&self.id).copied()?;
+        Some((block as usize) << self.shift())
+    }
+
     /// Asks for a promise that the session can grow to `tokens` tokens: the prompt and the longest answer, best after
-    /// [`attach`](Self::attach). `may_evict`: cached prefixes of this tenant may go for it.
+    /// [`attach`](Self::attach). `may_evict`: cached prefixes of this tenant may go for it. A length that the session has
+    /// already, such as 0, gives the promise back.
     pub fn admit(&mut self, tokens: usize, may_evict: bool) -> Result<super::Admission, Error> {
         self.report_all()?;
         let flags = if may_evict { wire::MAY_EVICT } else { 0 };
@@ -523,6 +532,9 @@ impl Session {
             self.sealed = self.sealed.min(keep);
         }
         self.tokens = tokens;
+        if self.damaged_from().is_some_and(|damaged| damaged >= tokens) {
+            super::lock(&self.client.damaged).remove(&self.id);
+        }
         Ok(())
     }
 
@@ -783,6 +795,7 @@ impl Drop for Session {
             w.put_blocks(blocks.iter().copied());
         });
         super::lock(&self.client.wanted).remove(&self.id);
+        super::lock(&self.client.damaged).remove(&self.id);
         // A process without sessions needs nothing ahead; one with others keeps what it would ask for anyway.
         let last = self.format.sessions.fetch_sub(1, Ordering::Relaxed) == 1;
         let keep = if last { 0 } else { self.client.options.credit_ahead };

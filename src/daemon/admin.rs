@@ -97,6 +97,8 @@ fn answer(broker: &mut Broker, request: &str) -> String {
         "map" => serde_json::to_value(broker.map()),
         "check" => serde_json::to_value(Check::of(broker)),
         "limits" => serde_json::to_value(broker.limits()),
+        "fsck" => serde_json::to_value(broker.fsck()),
+        "fsck start" => serde_json::to_value(broker.begin_fsck()),
         other => match other.split_once(' ') {
             Some(("limits", change)) => match limit_change(change) {
                 Ok(change) => serde_json::to_value(broker.change_limits(&change)),
@@ -104,7 +106,7 @@ fn answer(broker: &mut Broker, request: &str) -> String {
             },
             Some(("unpin", which)) => serde_json::to_value(unpin(broker, which)),
             _ => Ok(serde_json::json!({
-                "error": format!("there is no request {other:?}: ask for status, sessions, map, check, limits or unpin")
+                "error": format!("there is no request {other:?}: ask for status, sessions, map, check, limits, unpin or fsck")
             })),
         },
     };

@@ -517,6 +517,7 @@ impl Config {
             usual_tenant: usual,
             tenants: self.tenants.iter().map(|(tenant, t)| (*tenant, of(t))).collect(),
             one_block_per_extent: one_block,
+            checksums: true,
             ..self.limits.clone()
         }
     }
@@ -627,7 +628,7 @@ mod tests {
         assert_eq!(c.profiles, [Profile::reference()]);
         assert_eq!(c.socket_mode, 0o660);
         let usual_tenant = TenantPolicy { pinned: 64 << 20, ..TenantPolicy::default() };
-        assert_eq!(c.policy(3 << 20, false), Policy { usual_tenant, ..Policy::default() });
+        assert_eq!(c.policy(3 << 20, false), Policy { usual_tenant, checksums: true, ..Policy::default() });
     }
 
     #[test]

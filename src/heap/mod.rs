@@ -220,6 +220,23 @@ impl Buffer {
         }
     }
 
+    /// The CRC-32 of `range`, going on from the sum of what comes before it (0 at the start). An imaginary buffer has
+    /// nothing to be read.
+    pub fn checksum(&self, range: Range<u64>, sum: u32) -> io::Result<u32> {
+        let Some(map) = self.map()? else { return Ok(sum) };
+        let mut hasher = crc32fast::Hasher::new_with_initial(sum);
+        // Copied before it is looked at: other processes can write there.
+        let mut own = [0; 16 << 10];
+        let (mut at, end) = (range.start as usize, range.end as usize);
+        while at < end {
+            let some = own.len().min(end - at);
+            map.read_into(at, &mut own[..some]);
+            hasher.update(&own[..some]);
+            at += some;
+        }
+        Ok(hasher.finalize())
+    }
+
     /// Writes zeros over `range`. For a dma-buf the CPU's caches are written back after it, so that no line of zeros
     /// lands later on what the next owner wrote.
     pub fn zero(&self, range: Range<u64>) -> io::Result<()> {

@@ -5,8 +5,9 @@ use std::time::Duration;
 
 use kvbroker::client::{Client, ClientOptions, ClientProfile, Error, OpenOptions, Session};
 use kvbroker::profile::Kv;
+use kvbroker::wire::{self, Verb, Writer};
 
-use crate::support::{PER_BLOCK, ROLE, ROW, profile};
+use crate::support::{PER_BLOCK, ROLE, ROW, Raw, Reply, profile};
 
 /// A byte that only this token of this writer has.
 fn byte(token: usize, layer: usize, kv: Kv, who: u8) -> u8 {
@@ -149,6 +150,22 @@ impl Role {
                 let bytes: Vec<u8> = (0..ROW).map(|i| unsafe { at.add(i).read_volatile() }).collect();
                 if bytes.iter().all(|b| *b == 0) { "zeros".into() } else { format!("{:?}", &bytes[..4]) }
             }
+            // Writes where only readers are: what a broken process may do to its own tenant.
+            "spoil" => {
+                let at = self.session(n[0]).row(n[1], 0, Kv::K).cast_mut();
+                // SAFETY: the row is mapped writable for as long as the session lives.
+                unsafe { at.write_volatile(!at.read_volatile()) };
+                "ok".into()
+            }
+            "damaged" => {
+                let _ = self.client.poll();
+                self.session(n[0]).damaged_from().map_or("no".into(), |token| token.to_string())
+            }
+            "wanted" => {
+                let _ = self.client.poll();
+                self.session(n[0]).wanted_back().is_some().to_string()
+            }
+            "raw" => answers_to(n[0] as u32),
             "poll" => verdict(self.client.poll()),
             "lost" => self.client.is_lost().to_string(),
             "child" => {
@@ -229,6 +246,37 @@ impl Role {
         // SAFETY: as above.
         unsafe { libc::_exit(7) }
     }
+}
+
+/// Asks, on a connection of its own, for a prompt of two blocks that begins with token `first`, then computes and
+/// publishes it. All answers in hexadecimal, each with its fault and the number of its descriptors.
+fn answers_to(first: u32) -> String {
+    let mut raw = Raw::connect(std::env::var_os(ROLE).unwrap().as_ref()).unwrap();
+    let format = raw.greet();
+    let mut said = Vec::new();
+    let mut ask = |verb, session, fill: &dyn Fn(&mut Writer)| {
+        let Reply { fault, body, fds, .. } = raw.ask(verb, session, |w| fill(w)).unwrap();
+        let hex: String = body.iter().map(|b| format!("{b:02x}")).collect();
+        said.push(format!("{} {fault:?} {fds} {hex}", verb.name()));
+        body
+    };
+    let ids: Vec<u8> = (first..first + 32).flat_map(u32::to_le_bytes).collect();
+    let open = wire::Open { format: format.into(), ..wire::Open::default() };
+    let opened = ask(Verb::Open, 0, &|w| _ = w.put(&open));
+    let session = u64::from_le_bytes(opened[..8].try_into().unwrap());
+    ask(Verb::Attach, session, &|w| {
+        w.put(&wire::Attach { count: 32.into(), more: 0.into() }).put(&ids[..]);
+    });
+    let grow = wire::Grow { want: 2.into(), least: 2.into(), ..wire::Grow::default() };
+    let grant = ask(Verb::Grow, session, &|w| _ = w.put(&grow));
+    // Behind the grant: one extent of 8 bytes, and two blocks of 24, of which 16 are the name.
+    let blocks: Vec<u8> = grant[24..].chunks_exact(24).flat_map(|block| block[..16].to_vec()).collect();
+    ask(Verb::Seal, session, &|w| {
+        let report = wire::Report { tokens: 32.into(), first: 0.into(), used: 2.into() };
+        w.put(&wire::Seal { report, from: 0.into(), count: 32.into() }).put(&ids[..]).put(&blocks[..]);
+    });
+    ask(Verb::Query, 0, &|w| _ = w.put(&wire::Query { format: format.into(), reserved: 0.into() }));
+    said.join("|")
 }
 
 /// From here on any system call of this thread but `exit_group` ends the process with SIGSYS.

@@ -347,6 +347,11 @@ impl Helper {
         assert_eq!(answer, "ok", "{order}");
     }
 
+    /// The answer to an [`order`](Self::order).
+    pub fn answered(&mut self) -> String {
+        self.answer()
+    }
+
     pub fn order(&mut self, order: &str) {
         writeln!(self.stdin, "{order}").unwrap();
     }

@@ -91,7 +91,11 @@ int main(int argc, char **argv)
     options.model = "m";
     options.max_tokens = TOKENS;
     MUST(kvb_session_open(profile, &options, &session));
-    MUST(kvb_session_reserve(session, TOKENS, 1));
+    kvb_admission may = KVB_INIT(kvb_admission);
+    MUST(kvb_session_admit(session, 1 << 20, 1, 0, &may));
+    CHECK(may.verdict == KVB_TOO_LONG && may.blocks > 0);
+    MUST(kvb_session_admit(session, TOKENS, 1, 0, &may));
+    CHECK(may.verdict == KVB_ADMITTED);
     uint32_t ids[TOKENS];
     for (size_t token = 0; token < TOKENS; token++) {
         ids[token] = (uint32_t)token;

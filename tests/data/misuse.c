@@ -210,6 +210,30 @@ int main(int argc, char **argv)
     EXPECT(kvb_session_ensure(b, 4 * 16), KVB_ERR_BUSY, "2 blocks are needed, 1 can be granted");
     NUMBERS(2, 1);
     EXPECT(kvb_session_tokens(b), 32, "");
+    kvb_admission may = {0};
+    EXPECT(kvb_session_admit(b, 48, 1, 0, &may), KVB_ERR_INVALID, "kvb_admission.size is 0");
+    may.size = sizeof may;
+    EXPECT(kvb_session_admit(b, 48, 1, 8, &may), KVB_ERR_INVALID, "flags 0x8");
+    EXPECT(kvb_session_admit(b, 48, 1, 0, NULL), KVB_ERR_INVALID, "out is NULL");
+    EXPECT(kvb_session_admit(NULL, 48, 1, 0, &may), KVB_ERR_INVALID, "session is NULL");
+    EXPECT((int64_t)may.verdict, 0, "");
+    OK(kvb_session_admit(b, 48, 1, 0, &may));
+    EXPECT((int64_t)may.verdict, KVB_ADMITTED, "");
+    OK(kvb_session_admit(b, 17 * 16, 1, KVB_MAY_EVICT, &may));
+    EXPECT((int64_t)may.verdict, KVB_TOO_LONG, "");
+    EXPECT((int64_t)may.blocks, 1, "");
+    /* Who asks says what its table has: the broker knows a's blocks from here on. */
+    OK(kvb_session_admit(a, 13 * 16, 1, 0, &may));
+    OK(kvb_session_admit(b, 64, 1, 0, &may));
+    EXPECT((int64_t)may.verdict, KVB_WHEN_YOURS_FREE, "");
+    EXPECT((int64_t)may.blocks, 1, "");
+    /* The last free block is b's still, until b gives its promise back. */
+    EXPECT(kvb_session_ensure(a, 14 * 16), KVB_ERR_BUSY, "1 blocks are needed, 0 can be granted");
+    OK(kvb_session_admit(b, 0, 0, 0, &may));
+    EXPECT((int64_t)may.verdict, KVB_ADMITTED, "");
+    OK(kvb_session_ensure(a, 14 * 16));
+    OK(kvb_session_trim(a, 13 * 16));
+    OK(kvb_profile_release_credit(profile));
     EXPECT(kvb_session_ensure(b, 17 * 16), KVB_ERR_NEVER_FITS, "never fit");
     EXPECT(kvb_session_ensure(b, UINT64_MAX), KVB_ERR_NEVER_FITS, "");
     EXPECT(kvb_session_ensure(NULL, 1), KVB_ERR_INVALID, "session is NULL");

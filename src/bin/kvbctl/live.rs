@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use kvbroker::broker::{LimitsReport, MapReport, Outcome, SessionReport, StatusReport};
+use kvbroker::broker::{FsckReport, LimitsReport, MapReport, Outcome, SessionReport, StatusReport};
 use kvbroker::daemon::DEFAULT_ADMIN_SOCKET;
 use kvbroker::size::Size;
 use serde::de::DeserializeOwned;
@@ -29,6 +29,8 @@ pub struct Ask {
 }
 
 const PATIENCE: Duration = Duration::from_secs(5);
+/// How often a check that runs is looked at.
+const LOOK_EVERY: Duration = Duration::from_millis(50);
 
 impl Ask {
     fn answer(&self, question: &str) -> Result<Value, Failure> {
@@ -104,6 +106,59 @@ impl Ask {
             false => Err(Failure::Refused(format!("the books do not add up: {}", answer["problem"]))),
         }
     }
+}
+
+impl Ask {
+    /// `kvbctl fsck`: begins a check, or joins the one that runs, and waits for its end. Damage is exit code 1.
+    pub fn fsck(&self, out: &mut impl Write) -> Result<(), Failure> {
+        let read = |answer: Value| {
+            serde_json::from_value::<FsckReport>(answer)
+                .map_err(|e| Failure::Refused(format!("the broker's answer is of another version ({e})")))
+        };
+        let mut report = read(self.answer("fsck start")?)?;
+        let run = report.run;
+        while report.running {
+            std::thread::sleep(LOOK_EVERY);
+            report = read(self.answer("fsck")?)?;
+            if report.run != run {
+                return Err(Failure::Refused(
+                    "the broker was started anew meanwhile, or another check was".into(),
+                ));
+            }
+        }
+        if self.json {
+            print_json(out, &report)?;
+        } else {
+            print_fsck(&report, out)?;
+        }
+        match report.damaged + report.unreadable {
+            0 => Ok(()),
+            _ => Err(Failure::Refused(format!(
+                "{} of {} sealed blocks are damaged, {} cannot be read",
+                report.damaged, report.blocks, report.unreadable
+            ))),
+        }
+    }
+}
+
+fn print_fsck(report: &FsckReport, out: &mut dyn Write) -> io::Result<()> {
+    writeln!(
+        out,
+        "{} sealed blocks: {} as they were sealed, {} read for the first time, {} freed meanwhile",
+        report.blocks, report.intact, report.first, report.gone
+    )?;
+    for d in &report.found {
+        write!(out, "extent {} slot {} of uid {}: damaged, dropped", d.extent, d.slot, d.uid)?;
+        if !d.sessions.is_empty() {
+            let sessions: Vec<String> = d.sessions.iter().map(u64::to_string).collect();
+            write!(out, "; told: sessions {}", sessions.join(", "))?;
+        }
+        if d.unpinned > 0 {
+            write!(out, "; {} pinned prefixes went with it: publish and pin them anew", d.unpinned)?;
+        }
+        writeln!(out)?;
+    }
+    Ok(())
 }
 
 /// `kvbctl limits`
@@ -313,6 +368,9 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
         "memory    {} blocks granted, {} zeroed between processes, {} extents renewed between tenants ({} scrubbed in place)",
         c.granted, c.scrubbed, c.renewed, c.reused
     )?;
+    if c.damaged > 0 {
+        writeln!(out, "WARNING   {} sealed blocks were found damaged, and dropped: see the log", c.damaged)?;
+    }
     writeln!(out, "ledger")?;
     for (name, bytes) in s.ledger.iter().filter(|(_, bytes)| **bytes > 0) {
         let share = *bytes as f64 / pool.bytes.max(1) as f64 * 100.0;
