@@ -7,6 +7,8 @@
 mod live;
 #[path = "kvbctl/plan.rs"]
 mod plan;
+#[path = "kvbctl/simulate.rs"]
+mod simulate;
 
 use clap::{Parser, Subcommand};
 use std::io::{self, Write};
@@ -48,6 +50,9 @@ enum Command {
         #[arg(long, default_value = "auto")]
         colour: live::Colour,
     },
+    /// Replay a trace of requests against a pool and a policy, without a broker
+    #[command(after_help = EXIT_CODES)]
+    Simulate(Box<simulate::Args>),
     /// Have the broker count every byte anew
     #[command(after_help = EXIT_CODES)]
     Check(live::Ask),
@@ -79,6 +84,7 @@ fn main() -> ExitCode {
         Command::Status(ask) => ask.status(&mut out),
         Command::Sessions(ask) => ask.sessions(&mut out),
         Command::Map { ask, colour } => ask.map(colour, &mut out),
+        Command::Simulate(args) => args.run(&mut out),
         Command::Check(ask) => ask.check(&mut out),
     };
     match result.and_then(|()| Ok(out.flush()?)) {

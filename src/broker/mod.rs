@@ -71,6 +71,8 @@ pub struct Policy {
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
     pub one_block_per_extent: bool,
+    /// Check every invariant after every change. On in debug builds.
+    pub audit: bool,
 }
 
 impl Default for Policy {
@@ -88,6 +90,7 @@ impl Default for Policy {
             reclaim_ms: 2000,
             scrub_always: false,
             one_block_per_extent: false,
+            audit: cfg!(debug_assertions),
         }
     }
 }
@@ -655,7 +658,7 @@ impl Broker {
             let (old, bytes) = (self.buffers.remove(&extent), self.state.pool.extent_bytes());
             self.jobs.push_back(Job::Renew { extent, old, bytes });
         }
-        if cfg!(debug_assertions) {
+        if self.policy.audit {
             self.check();
         }
     }
@@ -788,6 +791,11 @@ impl Broker {
             self.state.pool.evict(block.place);
             self.state.pool.release_if_idle(block.place.extent);
         }
+    }
+
+    /// What of prefixes is known.
+    pub fn prefix_stats(&self) -> PrefixStats {
+        self.state.prefixes.stats()
     }
 
     /// Where every byte of the pool is.
