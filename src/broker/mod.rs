@@ -78,6 +78,8 @@ pub struct Policy {
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
     pub one_block_per_extent: bool,
+    /// Check every invariant after every change. On in debug builds.
+    pub audit: bool,
 }
 
 impl Default for Policy {
@@ -95,6 +97,7 @@ impl Default for Policy {
             reclaim_ms: 2000,
             scrub_always: false,
             one_block_per_extent: false,
+            audit: cfg!(debug_assertions),
         }
     }
 }
@@ -672,7 +675,7 @@ impl Broker {
             self.asked_back.remove(&extent);
             self.jobs.push_back(Job::Renew { extent, old, bytes });
         }
-        if cfg!(debug_assertions) {
+        if self.policy.audit {
             self.check();
         }
     }
@@ -813,6 +816,11 @@ impl Broker {
             self.state.pool.evict(block.place);
             self.state.pool.release_if_idle(block.place.extent);
         }
+    }
+
+    /// What of prefixes is known.
+    pub fn prefix_stats(&self) -> PrefixStats {
+        self.state.prefixes.stats()
     }
 
     /// Where every byte of the pool is.
