@@ -13,11 +13,13 @@ library_options=(-DCMAKE_BUILD_TYPE=Release -DBUILD_SHARED_LIBS=ON -DGGML_NATIVE
 # an empty directory to work in and the final one as arguments; or, when MAKE is no, $entry becomes empty.
 made() {
     entry=$cache/llama/$1
+    if [ "$2" = no ]; then
+        [ -e "$entry/.complete" ] || entry=
+        return 0
+    fi
     exec 8>"$entry.lock"
     flock 8
-    if [ ! -e "$entry/.complete" ] && [ "$2" = no ]; then
-        entry=
-    elif [ ! -e "$entry/.complete" ]; then
+    if [ ! -e "$entry/.complete" ]; then
         say "making $1 ($3)"
         local work
         work=$(mktemp -d "$cache/llama/.making.XXXXXX")

@@ -10,6 +10,7 @@ import struct
 U32, F32, STRING, ARRAY = 4, 6, 8, 9
 I32 = 5
 ALIGNMENT = 32
+WORDS = 512
 
 
 def text(value):
@@ -33,13 +34,17 @@ def entry(key, kind, v, of=None):
 def write(path, arch, numbers, floats, tensors):
     """A GGUF file, version 3, whose tensors (name, dimensions from the innermost on, spread or constant) are f32."""
     words = ["<unk>", "<s>", "</s>"] + [f"<0x{byte:02X}>" for byte in range(256)]
+    kinds = [2, 3, 3] + [6] * 256
+    # Words that no text has, up to a number that every token of our programs is below.
+    words += [f"<unused{i}>" for i in range(len(words), WORDS)]
+    kinds += [5] * (WORDS - len(kinds))
     pairs = [
         entry("general.architecture", STRING, arch),
         entry("general.name", STRING, f"tiny {arch}"),
         entry("tokenizer.ggml.model", STRING, "llama"),
         entry("tokenizer.ggml.tokens", ARRAY, words, STRING),
         entry("tokenizer.ggml.scores", ARRAY, [0.0] * len(words), F32),
-        entry("tokenizer.ggml.token_type", ARRAY, [2, 3, 3] + [6] * 256, I32),
+        entry("tokenizer.ggml.token_type", ARRAY, kinds, I32),
         entry("tokenizer.ggml.bos_token_id", U32, 1),
         entry("tokenizer.ggml.eos_token_id", U32, 2),
     ]
@@ -61,7 +66,7 @@ def write(path, arch, numbers, floats, tensors):
     path.write_bytes(out + data)
 
 
-def llama(path, head_dim, layers=2, heads=4, kv_heads=1, vocabulary=259):
+def llama(path, head_dim, layers=2, heads=4, kv_heads=1, vocabulary=WORDS):
     width, feed = heads * head_dim, 4 * heads * head_dim
     tensors = [("token_embd.weight", (width, vocabulary), 1, 0), ("output_norm.weight", (width,), 0, 1),
                ("output.weight", (width, vocabulary), 1, 0)]
@@ -84,7 +89,7 @@ def llama(path, head_dim, layers=2, heads=4, kv_heads=1, vocabulary=259):
     }, {"attention.layer_norm_rms_epsilon": 1e-5}, tensors)
 
 
-def mamba(path, layers=2, width=64, vocabulary=259):
+def mamba(path, layers=2, width=64, vocabulary=WORDS):
     inner, state, rank, kernel = 2 * width, 16, 4, 4
     tensors = [("token_embd.weight", (width, vocabulary), 1, 0), ("output_norm.weight", (width,), 0, 1)]
     for i in range(layers):
