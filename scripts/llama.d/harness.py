@@ -92,7 +92,6 @@ class Bench:
             raise Skipped("llama.cpp 0.6.0 has not been built: scripts/llama --all builds it")
         if not here.exists():
             shutil.copytree(self.o.older, here, symlinks=True)
-            # Beside the CPU's module, which is looked for where the program lies.
             shutil.copy(self.work / "logits-older", here / "lib" / "logits")
         return f"{self.inside}/older/lib"
 
