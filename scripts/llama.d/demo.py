@@ -32,7 +32,7 @@ def talk(server):
 
 
 def run(b):
-    args = ["-c", SLOTS * CONTEXT, "-np", SLOTS]
+    args = ["-c", SLOTS * CONTEXT, "-np", SLOTS, "--verbosity", "4"]
     print(f"llama-server {b.version()}, unmodified, {SLOTS} slots of {CONTEXT} tokens, four questions\n\n--- stock", flush=True)
     with b.server(False, *args) as s:
         stock, stock_speed = talk(s)
