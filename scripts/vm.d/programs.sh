@@ -37,6 +37,15 @@ programs_of() {
         programs+=("$work/bin/$name")
     done < <(executables <"$work/messages")
     [[ " ${programs[*]} " == *"/device "* ]] || die 'cargo built no device test'
+    strip_programs "$1"
+}
+
+# Debugging information is nine tenths of a program, and the guest's memory holds the initramfs.
+strip_programs() {
+    local root strip=strip
+    [[ $1 != aarch64 ]] || strip=aarch64-linux-gnu-strip
+    root_of bench
+    in_root -b "$work/bin:/out" bash -c "$strip --strip-debug /out/*"
 }
 
 vendor_crates() {

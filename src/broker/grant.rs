@@ -8,10 +8,7 @@ use std::collections::BTreeSet;
 use super::{Answer, Broker, Refused, Reply};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
 use crate::pool::{Cut, Take, Taken};
-use crate::wire::{self, Event, ExtentInfo, Fault, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS, Writer};
-
-/// How long a client may take to give back an extent that is asked back, in milliseconds.
-const GIVE_BACK_MS: u32 = 2000;
+use crate::wire::{self, ExtentInfo, Fault, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS};
 
 /// What a client asks for.
 #[derive(Debug, Clone, Copy)]
@@ -49,7 +46,7 @@ impl Broker {
     /// Blocks that could be granted to the tenant now, and how many once the worker has renewed what waits for it.
     pub(super) fn available(&self, tenant: Tenant, cut: &Cut) -> (u64, u64) {
         let pool = &self.state.pool;
-        let may = self.extent_limit(tenant).saturating_sub(pool.extents_of(tenant));
+        let may = self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant));
         let blocks = |extents: u32| u64::from(extents.min(may)) * u64::from(cut.slots);
         let free = pool.free_places(tenant, cut.format);
         let clean = pool.clean_extents();
@@ -79,6 +76,10 @@ impl Broker {
             return Err(Refused::new(Fault::NeverFits, text).numbers(needed, capacity));
         }
         let least = u64::from(want.least);
+        self.rest_unanswered();
+        if self.available(tenant, &cut).1 < least {
+            self.withdraw(tenant, &cut, least);
+        }
         if self.available(tenant, &cut).0 < least {
             self.make_room(tenant, &cut, least);
             let (now, soon) = self.available(tenant, &cut);
@@ -94,7 +95,7 @@ impl Broker {
         let mut descriptors = BTreeSet::new();
         while taken.len() < want.want as usize {
             let pressing = taken.len() < want.least as usize;
-            let may = self.extent_limit(tenant).saturating_sub(self.state.pool.extents_of(tenant));
+            let may = self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant));
             let take = Take {
                 tenant,
                 client,
@@ -123,38 +124,24 @@ impl Broker {
         let is_own = |e: &ExtentId| pool.extents()[e].owned().is_some_and(|o| o.tenant == tenant);
         // The tenant's own first: at its limit, nothing else helps.
         let (own, others): (Vec<_>, Vec<_>) = pool.idle(tenant, cut.format).into_iter().partition(is_own);
-        let may = self.extent_limit(tenant).saturating_sub(pool.extents_of(tenant) - own.len() as u32);
+        let may = self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant) - own.len() as u32);
         let idle = pool.clean_extents() + pool.soon_clean() + (own.len() + others.len()) as u32;
         let reach = pool.free_places(tenant, cut.format) + u64::from(idle.min(may)) * u64::from(cut.slots);
-        if reach < least {
+        if reach + self.asked_blocks(cut) < least {
             // Nobody loses an extent for a request that is refused all the same.
             return;
         }
         for extent in own.into_iter().chain(others) {
-            if self.available(tenant, cut).1 >= least {
+            if self.available(tenant, cut).1 + self.asked_blocks(cut) >= least {
                 return;
             }
             if self.heap.revokes() {
                 let holders = self.state.pool.seize(extent);
                 self.state.counters.seized += 1;
-                self.ask_back(extent, holders, 0);
-            } else if self.asked_back.insert(extent) {
-                let holders = self.state.pool.extents()[&extent].holders.clone();
-                self.ask_back(extent, holders, GIVE_BACK_MS);
+                self.tell_to_give_back(extent, holders, 0);
+            } else {
+                self.ask_for(extent);
             }
-        }
-    }
-
-    fn ask_back(&mut self, extent: ExtentId, holders: BTreeSet<ClientId>, deadline_ms: u32) {
-        for to in holders {
-            let mut event = Writer::start(wire::EVENT | Event::GiveBack as u16, 0, 0, 0);
-            event.put(&wire::GiveBack { extent: extent.0.into(), deadline_ms: deadline_ms.into() });
-            self.outbox.push_back(super::Output {
-                to,
-                message: event.finish(),
-                buffers: Vec::new(),
-                last: false,
-            });
         }
     }
 
@@ -162,7 +149,7 @@ impl Broker {
     fn busy(&self, tenant: Tenant, cut: &Cut, needed: u64, available: u64) -> Refused {
         let pool = &self.state.pool;
         let (owned, limit) = (pool.extents_of(tenant), self.extent_limit(tenant));
-        let at_limit = owned >= limit && pool.clean_extents() + pool.soon_clean() > 0;
+        let at_limit = self.charged_extents(tenant) >= limit && pool.clean_extents() + pool.soon_clean() > 0;
         let what = format!("{needed} blocks are needed, {available} can be granted now");
         if at_limit {
             let text = format!(

@@ -8,10 +8,12 @@
 //! - what a client says about blocks is a claim, checked against the pool before anything changes;
 //! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
 
+mod consent;
 mod grant;
 #[cfg(test)]
 mod model_test;
 pub mod prefix;
+mod quarantine;
 mod record;
 mod report;
 mod session;
@@ -25,13 +27,17 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 pub use prefix::PrefixStats;
+pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
-pub use report::{ExtentReport, LedgerReport, MapReport, PoolReport, SessionReport, StatusReport};
+pub use report::{
+    CountReport, ExtentReport, LedgerReport, MapReport, PoolReport, PoolWaste, SessionReport, StatusReport,
+};
 pub use session::Session;
 
-use crate::heap::{Buffer, Heap, HeapError};
+use crate::heap::{Buffer, Heap, HeapError, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
 use crate::map::page_bytes;
+use crate::packing::Extents;
 use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
 use crate::wire::{self, Fault, Verb, WireError, Writer};
@@ -121,13 +127,18 @@ pub enum Job {
         /// The pieces.
         pieces: Vec<(Arc<Buffer>, Range<u64>)>,
     },
-    /// Drop a buffer and allocate another one.
+    /// Make of an extent that was somebody's one that nobody has ever seen.
     Renew {
         /// The extent that the old buffer was.
         extent: ExtentId,
-        /// The old buffer: the broker's last reference to it.
+        /// The old buffer; `None` if it is gone already.
         old: Option<Arc<Buffer>>,
         /// Size of the new one.
+        bytes: u64,
+    },
+    /// Ask the kernel for a buffer that was missing.
+    Allocate {
+        /// Its size.
         bytes: u64,
     },
 }
@@ -142,13 +153,15 @@ pub enum Done {
         /// The error if they are not.
         result: Result<(), String>,
     },
-    /// The old buffer is gone.
+    /// The extent is renewed, or not.
     Renewed {
         /// The extent that it was.
         extent: ExtentId,
-        /// The new buffer.
-        result: Result<Buffer, HeapError>,
+        /// What became of it.
+        result: Renewal,
     },
+    /// The kernel has answered.
+    Allocated(Result<Buffer, HeapError>),
 }
 
 impl Job {
@@ -160,10 +173,11 @@ impl Job {
                 let result = pieces.into_iter().try_for_each(zero).map_err(|e| e.to_string());
                 Done::Scrubbed { ticket, result }
             }
-            Job::Renew { extent, old, bytes } => {
-                drop(old);
-                Done::Renewed { extent, result: heap.allocate(bytes) }
+            Job::Renew { extent, old: Some(old), .. } => Done::Renewed { extent, result: heap.renew(old) },
+            Job::Renew { extent, old: None, bytes } => {
+                Done::Renewed { extent, result: Renewal::of(heap.allocate(bytes)) }
             }
+            Job::Allocate { bytes } => Done::Allocated(heap.allocate(bytes)),
         }
     }
 }
@@ -260,6 +274,8 @@ pub struct Counters {
     pub scrubbed: u64,
     /// Extents renewed because they had been somebody's.
     pub renewed: u64,
+    /// Of these, those whose memory was scrubbed and used again.
+    pub reused: u64,
     /// Extents taken from tenants that had no block in use in them.
     pub seized: u64,
 }
@@ -275,6 +291,10 @@ struct State {
     next_session: u64,
     sessions: BTreeMap<SessionId, Session>,
     prefixes: prefix::Prefixes,
+    /// Extents that the pool was to have.
+    wanted_extents: u32,
+    /// Whom the descriptor of each extent went to last.
+    last_granted: BTreeMap<ExtentId, LastGranted>,
     counters: Counters,
 }
 
@@ -302,13 +322,15 @@ pub struct Broker {
     reason: String,
     policy: Policy,
     instance: u64,
-    wanted_extents: u32,
+    /// How the configured pool was cut, for the status.
+    cut: Option<Extents>,
     state: State,
     buffers: BTreeMap<ExtentId, Arc<Buffer>>,
     outbox: VecDeque<Output>,
     jobs: VecDeque<Job>,
     waiting: BTreeMap<ClientId, Waiting>,
-    asked_back: BTreeSet<ExtentId>,
+    asked_back: BTreeMap<ExtentId, consent::Asked>,
+    absent: quarantine::Absent,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
     next_ticket: u64,
@@ -318,7 +340,7 @@ pub struct Broker {
 
 impl Broker {
     /// Takes `extents` extents of `extent_bytes` bytes from `heap`, at least `least` of them. Fewer than wanted is said
-    /// in the log and in the status.
+    /// in the log and in the status, and the rest is asked for again from time to time.
     pub fn new(
         heap: Arc<dyn Heap>,
         extent_bytes: u64,
@@ -327,7 +349,7 @@ impl Broker {
         policy: Policy,
     ) -> Result<Self, HeapError> {
         let mut broker = Broker::empty(heap, extent_bytes, policy);
-        broker.wanted_extents = extents;
+        broker.state.wanted_extents = extents;
         for taken in 0..extents {
             match broker.heap.allocate(extent_bytes) {
                 Ok(buffer) => broker.take_in(buffer),
@@ -338,6 +360,7 @@ impl Broker {
                 }
             }
         }
+        broker.look_for_missing();
         Ok(broker)
     }
 
@@ -351,6 +374,8 @@ impl Broker {
             next_session: 1,
             sessions: BTreeMap::new(),
             prefixes: prefix::Prefixes::default(),
+            wanted_extents: 0,
+            last_granted: BTreeMap::new(),
             counters: Counters::default(),
         };
         Broker {
@@ -358,13 +383,14 @@ impl Broker {
             reason: String::new(),
             policy,
             instance: fresh_instance(),
-            wanted_extents: 0,
+            cut: None,
             state,
             buffers: BTreeMap::new(),
             outbox: VecDeque::new(),
             jobs: VecDeque::new(),
             waiting: BTreeMap::new(),
-            asked_back: BTreeSet::new(),
+            asked_back: BTreeMap::new(),
+            absent: quarantine::Absent::new(),
             fresh_descriptors: BTreeSet::new(),
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
@@ -380,6 +406,11 @@ impl Broker {
     /// Why the pool is made of this kind of memory: shown in the status.
     pub fn set_reason(&mut self, reason: String) {
         self.reason = reason;
+    }
+
+    /// How the pool was cut: shown in the status, with what that costs.
+    pub fn set_cut(&mut self, cut: Extents) {
+        self.cut = Some(cut);
     }
 
     /// The heap that the pool is made of.
@@ -427,7 +458,6 @@ impl Broker {
         }
         for extent in self.state.pool.held_by(id) {
             self.state.pool.remove_holder(extent, id);
-            self.asked_back.remove(&extent);
         }
         let used = |f: &FormatId| {
             self.state.clients.values().any(|c| c.formats.contains(f))
@@ -477,6 +507,7 @@ impl Broker {
         self.state.counters.requests += 1;
         let mut message = Writer::start(verb as u16 | wire::REPLY, 0, sequence, reply.session);
         message.put(reply.body.body());
+        self.note_granted(client, &reply.extents);
         let buffers = reply.extents.iter().filter_map(|e| self.buffers.get(e).cloned()).collect();
         let output = Output { to: client, message: message.finish(), buffers, last: false };
         if reply.scrub.is_empty() {
@@ -545,20 +576,8 @@ impl Broker {
     pub fn done(&mut self, done: Done) {
         match done {
             Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
-            Done::Renewed { extent, result } => {
-                let renewed = match result {
-                    Ok(buffer) => Some(buffer),
-                    Err(e) => {
-                        log::warn!("the pool has one extent less: {e}");
-                        None
-                    }
-                };
-                self.state.counters.renewed += u64::from(renewed.is_some());
-                if let Some(id) = self.state.pool.end_renewal(extent, renewed.is_some()) {
-                    self.buffers.insert(id, Arc::new(renewed.expect("there is a new extent")));
-                }
-                self.retry();
-            }
+            Done::Renewed { extent, result } => self.renewed(extent, result),
+            Done::Allocated(result) => self.allocated(result),
         }
         self.settle();
     }
@@ -605,6 +624,7 @@ impl Broker {
     fn settle(&mut self) {
         while let Some(extent) = self.state.pool.begin_renewal() {
             let (old, bytes) = (self.buffers.remove(&extent), self.state.pool.extent_bytes());
+            self.asked_back.remove(&extent);
             self.jobs.push_back(Job::Renew { extent, old, bytes });
         }
         if cfg!(debug_assertions) {
@@ -673,10 +693,18 @@ impl Broker {
                 other => return Err(format!("the prefix index names {block}: {other:?}, pinned {pinned}")),
             }
         }
-        if self.buffers.len() != pool.extents().len() - pool.renewing() as usize {
+        let absent = (pool.renewing() + pool.quarantined()) as usize;
+        if self.buffers.len() + absent != pool.extents().len() {
             return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
         }
-        Ok(())
+        if (self.kept_extents() as u32) < pool.quarantined() || self.kept_extents() > absent {
+            return Err(format!(
+                "{} buffers kept, {} in quarantine",
+                self.kept_extents(),
+                pool.quarantined()
+            ));
+        }
+        self.check_consent()
     }
 
     fn client(&self, id: ClientId) -> &Client {

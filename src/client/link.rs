@@ -99,6 +99,7 @@ impl Inside {
     /// Does the worker's jobs on the spot and collects what comes of it.
     fn settle(&mut self) {
         let heap: Arc<dyn Heap> = self.broker.heap();
+        self.broker.tick(Instant::now());
         loop {
             for job in self.broker.jobs() {
                 let done = job.run(&*heap);

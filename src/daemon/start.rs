@@ -14,14 +14,15 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::SockType;
 use thiserror::Error;
 
-use super::config::{BackendChoice, Config, DeviceAccess};
+use super::check::{self, memory_bytes};
+use super::config::Config;
 use super::listener::{ListenError, Listener};
 use super::server::Server;
 use super::worker::Worker;
 use crate::broker::Broker;
-use crate::heap::{DmaHeap, Heap, HeapError, Memfd};
+use crate::heap::{Backend, DmaHeap, Heap, HeapError, Memfd, UDMABUF_DEVICE, Udmabuf, UdmabufLimits};
 use crate::map::page_bytes;
-use crate::packing::{Extents, PackingError, Placement, block_sizes};
+use crate::packing::PackingError;
 use crate::size::Size;
 
 /// Why the daemon does not serve.
@@ -46,24 +47,19 @@ pub enum StartError {
 
 /// The heap, and why it is this one.
 fn choose_heap(config: &Config) -> Result<(Arc<dyn Heap>, String), StartError> {
-    let (use_dma, why) = match (config.backend, config.device) {
-        (BackendChoice::DmaHeap, _) => (true, "configured"),
-        (BackendChoice::Memfd, _) => (false, "configured"),
-        (BackendChoice::Auto, DeviceAccess::Contiguous) => {
-            (true, "a device reads the pool and cannot scatter")
+    let (backend, why) = check::backend(config);
+    match backend {
+        Backend::DmaHeap => {
+            let directory = &config.heap_directory;
+            let path = match &config.heap {
+                Some(heap) => directory.join(heap),
+                None => DmaHeap::find(directory)
+                    .ok_or_else(|| StartError::NoHeap { directory: directory.clone() })?,
+            };
+            return Ok((Arc::new(DmaHeap::open(&path)?), why.into()));
         }
-        (BackendChoice::Auto, DeviceAccess::None) if config.heap.is_some() => (true, "a heap is named"),
-        (BackendChoice::Auto, DeviceAccess::None) => (false, "no device reads the pool"),
-    };
-    if use_dma {
-        let directory = &config.heap_directory;
-        let path = match &config.heap {
-            Some(heap) => directory.join(heap),
-            None => {
-                DmaHeap::find(directory).ok_or_else(|| StartError::NoHeap { directory: directory.clone() })?
-            }
-        };
-        return Ok((Arc::new(DmaHeap::open(&path)?), why.into()));
+        Backend::Udmabuf => return Ok((Arc::new(Udmabuf::open(UDMABUF_DEVICE.as_ref())?), why.into())),
+        Backend::Memfd | Backend::Imaginary => {}
     }
     if config.lock {
         // One page shows whether the limit lets anything be locked at all.
@@ -74,12 +70,6 @@ fn choose_heap(config: &Config) -> Result<(Arc<dyn Heap>, String), StartError> {
         }
     }
     Ok((Arc::new(Memfd::new(false)), why.into()))
-}
-
-fn memory_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
 fn listeners(config: &Config) -> Result<(Listener, Listener), StartError> {
@@ -126,20 +116,20 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         return Err(StartError::LargerThanMemory { pool, memory });
     }
     let (heap, why) = choose_heap(config)?;
-    let page = page_bytes() as u64;
-    let placement = match heap.backend() {
-        crate::heap::Backend::DmaHeap => Placement::cma(page, config.cma_alignment_order)?,
-        _ => Placement::pages(page)?,
-    };
-    // Extents are cut as for CMA also where memory is scattered: the sizes are good ones, and the same everywhere.
-    let cma = Placement::cma(page, config.cma_alignment_order)?;
-    let blocks = block_sizes(&config.profiles);
-    let cut = Extents::choose(config.pool_bytes, config.extent, &blocks, cma)?;
-    let extents = Extents::of(config.pool_bytes, cut.bytes, placement)?;
+    let extents = check::cut(config, heap.backend() == Backend::DmaHeap)?;
+    // Said before any memory is taken; without the figure the kernel itself refuses.
+    if let Some(limit) = UdmabufLimits::read().filter(|_| heap.backend() == Backend::Udmabuf) {
+        if extents.bytes > limit.bytes {
+            let (heap, bytes, limit) = (heap.name(), extents.bytes, limit.bytes);
+            return Err(HeapError::TooLarge { heap, bytes, limit }.into());
+        }
+    }
     let least = config.minimum_bytes.div_ceil(extents.bytes).max(1);
     let as_count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-    let mut policy = config.policy(extents.bytes, cut.one_block);
-    let most = connections_within_open_files(extents.count);
+    let mut policy = config.policy(extents.bytes, extents.one_block);
+    // A udmabuf comes with the memfd that it is made of.
+    let descriptors = if heap.backend() == Backend::Udmabuf { 2 } else { 1 } * extents.count;
+    let most = connections_within_open_files(descriptors);
     if policy.connections > most {
         log::warn!(
             "limits.connections = {} is more than LimitNOFILE lets: {most} connections are served",
@@ -150,6 +140,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let per_tenant = policy.connections_per_tenant;
     let mut broker = Broker::new(heap, extents.bytes, as_count(extents.count), as_count(least), policy)?;
     broker.set_reason(why);
+    broker.set_cut(extents);
 
     let worker = Worker::start(broker.heap())?;
     let status = broker.status();
@@ -163,6 +154,9 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let watchdog = sd_notify::watchdog_enabled().filter(|d| *d > Duration::ZERO);
     let server = Server::new(broker, worker, clients, admin, signals, per_tenant, watchdog)?;
     log::info!("ready: {said}");
+    if status.pool.backend == Backend::DmaHeap {
+        log::info!("count of an extent's holders: {}", status.pool.holder_count.text);
+    }
     let states = [sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(&said)];
     if let Err(e) = sd_notify::notify(&states) {
         log::warn!("systemd could not be told: {e}");
@@ -172,11 +166,11 @@ pub fn run(config: &Config) -> Result<(), StartError> {
 
 /// How many connections leave enough descriptors for everything else: an extent that could not be renewed for want of
 /// one would be lost to the pool. A connection takes its socket and its process.
-fn connections_within_open_files(extents: u64) -> u32 {
+fn connections_within_open_files(extent_descriptors: u64) -> u32 {
     use nix::sys::resource::{Resource, getrlimit};
     const OWN: u64 = 48;
     let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
-    u32::try_from(limit.saturating_sub(extents + OWN) / 2).unwrap_or(u32::MAX)
+    u32::try_from(limit.saturating_sub(extent_descriptors + OWN) / 2).unwrap_or(u32::MAX)
 }
 
 /// Descriptors in unread messages count against this process: as many as the hard limit lets.

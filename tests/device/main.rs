@@ -7,11 +7,26 @@
 //! `service` and `sandbox` need the machine with a real systemd (`scripts/vm systemd`): the installed files seen from
 //! outside, and from inside the daemon's unit. Everything else runs in the small machine.
 //!
+//! `pool` and `disaster` run the real daemon (`daemon`) on those heaps. `disaster::out_of_memory` fills the machine and
+//! needs one of the article's size (`scripts/vm disaster`).
+//!
+//! `measure` has no assertion of interest: it prints what `scripts/bench` reports.
+//!
+//! `isolation` holds what one tenant can still reach of another's memory, and `heaps` what the broker does where heaps are
+//! not as they should be; both run the real daemon (`broker`).
+//!
 //! `kernel` holds what the kernel itself must do for the product's promises to hold. Its assertions are what the
 //! design rests on, so a kernel on which one of them fails is a kernel that the product must treat differently.
 
+mod broker;
+mod daemon;
+mod disaster;
+mod heaps;
 mod iommu;
+mod isolation;
 mod kernel;
+mod measure;
+mod pool;
 mod sandbox;
 mod service;
 mod support;
