@@ -558,7 +558,8 @@ def kinds(b):
         refusals = []
         for plugin in (False, True):
             code, _, err = b.complete(plugin, *args, "-ctv", "q8_0", fa="off", tokens=10, ok=False)
-            refusals.append((code, [line.split(" ", 1)[1] for line in err.splitlines() if "V cache quantization" in line]))
+            words = {line.split(" ", 1)[1] for line in err.splitlines() if "quantized V cache" in line}
+            refusals.append((code, words))
         must(refusals[0] == refusals[1] and refusals[0][0] != 0 and refusals[0][1], f"q8_0 V, FA off: {refusals}")
     return ", ".join(said)
 
