@@ -204,9 +204,9 @@ class Server:
         except (OSError, ValueError):
             return False
 
-    def complete(self, prompt, tokens=16, **more):
+    def complete(self, prompt, tokens=16, timeout=600, **more):
         return self.call("/completion", {
-            "prompt": prompt, "n_predict": tokens, "temperature": 0, "seed": 1, "cache_prompt": True, **more})
+            "prompt": prompt, "n_predict": tokens, "temperature": 0, "seed": 1, "cache_prompt": True, **more}, timeout)
 
     def resident(self):
         text = pathlib.Path(f"/proc/{self.process.pid}/status").read_text()

@@ -104,7 +104,8 @@ def churn(b):
     def client(server, slot):
         for n, total in enumerate(work[slot]):
             prompt = [1000 + (i * 7 + slot * 31 + n * 101) % 5000 for i in range(max(1, total // 2))]
-            r = server.complete(prompt, total - len(prompt), id_slot=slot, ignore_eos=True, cache_prompt=False)
+            r = server.complete(prompt, total - len(prompt), id_slot=slot, ignore_eos=True, cache_prompt=False,
+                                timeout=3600)
             # What was written: the last token that was made is not.
             high[slot] = max(high[slot], r["tokens_evaluated"] + r["tokens_predicted"] - 1)
 
