@@ -6,7 +6,7 @@ in the median over rounds. Nothing here fails because of a time.
 
 import json
 import pathlib
-
+import resource
 import statistics
 import subprocess
 import sys
@@ -29,23 +29,33 @@ def spread(ratios):
     return f"{len(ratios)} rounds, {min(ratios):.3f} to {max(ratios):.3f}"
 
 
+def processor_time():
+    """Seconds of all programs that have ended."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
+
+
 def speed(b):
     """llama-bench with and without the plugin in turn; every other round the other way round."""
     for name, model in (("q4_1", b.o.model), ("q4_0-repacked", b.o.q4)):
         args = ["-m", model, "-t", b.threads, "-p", 256, "-n", 64, "-r", 1, "-fa", 1, "-o", "json"]
         seen = {"pp256": [], "tg64": []}
+        processor = []
         with b.broker():
             for round_ in range(-1, ROUNDS):
                 say(f"llama-bench, {name}, round {round_ + 1} of {ROUNDS}")
-                pair = {}
+                pair, seconds = {}, {}
                 for plugin in ((False, True) if round_ % 2 else (True, False)):
+                    before = processor_time()
                     code, out, err = b.run(plugin, "/usr/bin/llama-bench", *args, timeout=600)
+                    seconds[plugin] = processor_time() - before
                     must(code == 0, f"llama-bench ended with {code}: {err[-400:]}")
                     must(not plugin or "freed: " in err, f"no KV buffer came to the plugin: {err[-400:]}")
                     pair[plugin] = {f"pp{x['n_prompt']}" if x["n_prompt"] else f"tg{x['n_gen']}": x["avg_ts"]
                                     for x in json.loads(out)}
                 # The first round warms up.
                 if round_ >= 0:
+                    processor.append(seconds[True] / seconds[False])
                     for what, list_ in seen.items():
                         list_.append((pair[True][what], pair[False][what]))
         for what, pairs in seen.items():
@@ -53,6 +63,8 @@ def speed(b):
             note = (f"tokens/s {statistics.median(w for w, _ in pairs):.1f} with the plugin, "
                     f"{statistics.median(s for _, s in pairs):.1f} without; {spread(ratios)}; {b.threads} threads")
             figure(f"{what}-{name}", statistics.median(ratios), "x", note, 0.97, ">=")
+        figure(f"processor-time-{name}", statistics.median(processor), "x",
+               f"of the whole llama-bench, over stock; a busy machine disturbs it less; {spread(processor)}")
 
 
 def faults(b):
