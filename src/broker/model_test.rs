@@ -397,7 +397,8 @@ impl Model {
                 if used.is_empty() != whole || !used.iter().all(|u| may_go(&u)) {
                     continue;
                 }
-                if (suspect == 0 || cached > 0) && self.promised(*owner, *f) > 0 {
+                let counts = used.len() < FORMATS[*f].1 as usize || cached > 0;
+                if counts && self.promised(*owner, *f) > 0 {
                     continue;
                 }
                 if *owner == uid {
@@ -1416,7 +1417,7 @@ impl Run {
         if must == Must::Wait {
             let waits = matches!(self.broker.waiting.get(&ClientId(client)), Some(Waiting::Extents(_)));
             let found = self.broker.waiting.get(&ClientId(client));
-            assert!(waits && replies.is_empty(), "it must wait for extents: {found:?}, {replies:?}");
+            assert!(waits && replies.is_empty(), "it must wait for extents: {found:?}");
             self.model.waiters.insert(client, w);
             return;
         }
