@@ -23,4 +23,5 @@ pub mod pool;
 pub mod profile;
 pub mod seqpacket;
 pub mod size;
+pub mod window;
 pub mod wire;

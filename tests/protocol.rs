@@ -84,6 +84,9 @@ fn every_structure_is_in_the_document_byte_by_byte() {
         Counted { blocks, duplicates }
         GiveBack { extent, deadline_ms }
         ReturnExtent { extent, reserved }
+        Window { report, window, first, blocks, what, layer, kv, how, capacity, flags }
+        WindowMade { window, bytes, offset, address, capacity, how, extent, flags, reserved }
+        CloseWindow { window }
     };
     let text = document();
     let headings: Vec<_> = text.lines().filter(|l| l.starts_with("#### ")).collect();

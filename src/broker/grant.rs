@@ -153,6 +153,7 @@ impl Broker {
                 to,
                 message: event.finish(),
                 buffers: Vec::new(),
+                descriptors: Vec::new(),
                 last: false,
             });
         }

@@ -16,9 +16,13 @@ mod record;
 mod report;
 mod session;
 mod verbs;
+mod window;
+#[cfg(test)]
+mod window_test;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -28,12 +32,14 @@ pub use prefix::PrefixStats;
 pub use record::RecordError;
 pub use report::{ExtentReport, LedgerReport, MapReport, PoolReport, SessionReport, StatusReport};
 pub use session::Session;
+pub use window::{Made, Making};
 
 use crate::heap::{Buffer, Heap, HeapError};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
 use crate::map::page_bytes;
 use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
+use crate::window::How;
 use crate::wire::{self, Fault, Verb, WireError, Writer};
 
 /// The uid that the kernel shows for users without a mapping in this namespace: nobody in particular.
@@ -56,6 +62,8 @@ pub struct Policy {
     pub extents_per_tenant: Option<u32>,
     /// The same for single tenants.
     pub extents_of: BTreeMap<Tenant, u32>,
+    /// Windows of one session.
+    pub windows_per_session: u32,
     /// Zero a block at every grant, not only when it comes from another process.
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
@@ -69,6 +77,7 @@ impl Default for Policy {
             connections_per_tenant: 64,
             sessions_per_connection: 256,
             profiles_per_connection: 16,
+            windows_per_session: 256,
             extents_per_tenant: None,
             extents_of: BTreeMap::new(),
             scrub_always: false,
@@ -107,6 +116,8 @@ pub struct Output {
     pub message: Vec<u8>,
     /// Buffers whose descriptors go along, in this order.
     pub buffers: Vec<Arc<Buffer>>,
+    /// Other descriptors, after those.
+    pub descriptors: Vec<Arc<OwnedFd>>,
     /// After this message the connection ends.
     pub last: bool,
 }
@@ -130,6 +141,13 @@ pub enum Job {
         /// Size of the new one.
         bytes: u64,
     },
+    /// Something for a device's window.
+    Window {
+        /// What [`Done::Window`] repeats.
+        ticket: u64,
+        /// What is to be made.
+        making: Making,
+    },
 }
 
 /// What became of a [`Job`].
@@ -149,6 +167,13 @@ pub enum Done {
         /// The new buffer.
         result: Result<Buffer, HeapError>,
     },
+    /// It is made, or not.
+    Window {
+        /// Of which job.
+        ticket: u64,
+        /// What was made, or the words why not.
+        result: Result<Made, String>,
+    },
 }
 
 impl Job {
@@ -164,6 +189,7 @@ impl Job {
                 drop(old);
                 Done::Renewed { extent, result: heap.allocate(bytes) }
             }
+            Job::Window { ticket, making } => Done::Window { ticket, result: making.run() },
         }
     }
 }
@@ -213,6 +239,8 @@ enum Answer {
     Now(Reply),
     /// Nothing yet: the request is kept and tried again.
     Later,
+    /// Nothing yet: the worker makes a window; these ways were not possible.
+    Making { declined: Vec<(How, String)> },
 }
 
 /// The rest of a reply, after its header.
@@ -221,6 +249,8 @@ struct Reply {
     session: u64,
     body: Writer,
     extents: Vec<ExtentId>,
+    /// Descriptors beside those of extents.
+    descriptors: Vec<Arc<OwnedFd>>,
     /// Zeros to be written before the reply leaves.
     scrub: Vec<BlockId>,
     /// Blocks that become the client's credit with it.
@@ -275,6 +305,8 @@ struct State {
     next_session: u64,
     sessions: BTreeMap<SessionId, Session>,
     prefixes: prefix::Prefixes,
+    next_window: u64,
+    windows: BTreeMap<u64, window::Hold>,
     counters: Counters,
 }
 
@@ -283,6 +315,8 @@ struct State {
 enum Waiting {
     /// For extents: the request is tried again when one has been renewed.
     Extents(Vec<u8>),
+    /// For a window: the request goes on when the worker is done. With it the ways that were not possible so far.
+    Window { message: Vec<u8>, declined: Vec<(How, String)> },
     /// For zeros: then this goes out.
     Zeros {
         ticket: u64,
@@ -309,6 +343,7 @@ pub struct Broker {
     jobs: VecDeque<Job>,
     waiting: BTreeMap<ClientId, Waiting>,
     asked_back: BTreeSet<ExtentId>,
+    windows: window::Windows,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
     next_ticket: u64,
@@ -351,6 +386,8 @@ impl Broker {
             next_session: 1,
             sessions: BTreeMap::new(),
             prefixes: prefix::Prefixes::default(),
+            next_window: 1,
+            windows: BTreeMap::new(),
             counters: Counters::default(),
         };
         Broker {
@@ -365,6 +402,7 @@ impl Broker {
             jobs: VecDeque::new(),
             waiting: BTreeMap::new(),
             asked_back: BTreeSet::new(),
+            windows: window::Windows::default(),
             fresh_descriptors: BTreeSet::new(),
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
@@ -418,6 +456,7 @@ impl Broker {
     pub fn disconnect(&mut self, id: ClientId) {
         let Some(client) = self.state.clients.remove(&id) else { return };
         self.waiting.remove(&id);
+        self.orphan_windows(id);
         for session in client.sessions {
             self.end_session(session);
         }
@@ -467,6 +506,9 @@ impl Broker {
             Ok(Answer::Later) => {
                 self.waiting.insert(client, Waiting::Extents(message.to_vec()));
             }
+            Ok(Answer::Making { declined }) => {
+                self.waiting.insert(client, Waiting::Window { message: message.to_vec(), declined });
+            }
             Err(why) if verb == Verb::Hello => self.hang_up(client, opcode, sequence, &why),
             Err(why) => self.refuse(client, opcode, sequence, &why),
         }
@@ -478,7 +520,8 @@ impl Broker {
         let mut message = Writer::start(verb as u16 | wire::REPLY, 0, sequence, reply.session);
         message.put(reply.body.body());
         let buffers = reply.extents.iter().filter_map(|e| self.buffers.get(e).cloned()).collect();
-        let output = Output { to: client, message: message.finish(), buffers, last: false };
+        let (message, descriptors) = (message.finish(), reply.descriptors);
+        let output = Output { to: client, message, buffers, descriptors, last: false };
         if reply.scrub.is_empty() {
             return self.outbox.push_back(output);
         }
@@ -508,7 +551,13 @@ impl Broker {
         let mut message = Writer::start(opcode | wire::REPLY, why.fault as u16, sequence, 0);
         message.put(&wire::Refusal { needed: why.needed.into(), available: why.available.into() });
         message.put(why.text.as_bytes());
-        Output { to: client, message: message.finish(), buffers: Vec::new(), last: false }
+        Output {
+            to: client,
+            message: message.finish(),
+            buffers: Vec::new(),
+            descriptors: Vec::new(),
+            last: false,
+        }
     }
 
     fn refuse(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) {
@@ -545,6 +594,7 @@ impl Broker {
     pub fn done(&mut self, done: Done) {
         match done {
             Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
+            Done::Window { ticket, result } => self.window_made(ticket, result),
             Done::Renewed { extent, result } => {
                 let renewed = match result {
                     Ok(buffer) => Some(buffer),
@@ -591,7 +641,7 @@ impl Broker {
     fn retry(&mut self) {
         let waits = |(client, w): (&ClientId, &Waiting)| match w {
             Waiting::Extents(_) => Some(*client),
-            Waiting::Zeros { .. } => None,
+            Waiting::Zeros { .. } | Waiting::Window { .. } => None,
         };
         let clients: Vec<_> = self.waiting.iter().filter_map(waits).collect();
         for client in clients {
@@ -603,6 +653,7 @@ impl Broker {
 
     /// After every change: extents that were somebody's go to the worker; debug builds check every invariant.
     fn settle(&mut self) {
+        self.let_go_of_devices();
         while let Some(extent) = self.state.pool.begin_renewal() {
             let (old, bytes) = (self.buffers.remove(&extent), self.state.pool.extent_bytes());
             self.jobs.push_back(Job::Renew { extent, old, bytes });
@@ -649,6 +700,9 @@ impl Broker {
                 }
             }
         }
+        for (place, windows) in self.window_refs()? {
+            *refs.entry(place).or_default() += windows;
+        }
         for (&extent, e) in pool.extents() {
             for (slot, s) in e.owned().iter().flat_map(|o| o.slots.iter().enumerate()) {
                 let place = crate::id::Place { extent, slot: slot as u32 };
@@ -692,6 +746,7 @@ impl Broker {
         for block in session.table.iter().rev() {
             self.let_go(*block, None);
         }
+        self.check_windows(id);
     }
 
     /// A block leaves a table.
@@ -717,7 +772,13 @@ impl Broker {
     pub fn say_goodbye(&mut self) {
         for &to in self.state.clients.keys() {
             let message = Writer::start(wire::EVENT | wire::Event::Goodbye as u16, 0, 0, 0).finish();
-            self.outbox.push_back(Output { to, message, buffers: Vec::new(), last: true });
+            self.outbox.push_back(Output {
+                to,
+                message,
+                buffers: Vec::new(),
+                descriptors: Vec::new(),
+                last: true,
+            });
         }
     }
 

@@ -694,8 +694,13 @@ impl Run {
         if let Some(Waiting::Zeros { output, ticket, .. }) = self.broker.waiting.get(&ClientId(client)) {
             assert!(replies.is_empty(), "nothing leaves before the zeros are written");
             let Must::Grant { format, blocks } = must else { panic!("zeros for {must:?}") };
-            let output =
-                Output { to: output.to, message: output.message.clone(), buffers: vec![], last: false };
+            let output = Output {
+                to: output.to,
+                message: output.message.clone(),
+                buffers: vec![],
+                descriptors: vec![],
+                last: false,
+            };
             let ticket = *ticket;
             let zeros = self.take_grant(client, &w, format, blocks, &output);
             let ordered = self.jobs.iter().find_map(|j| match j {
@@ -816,6 +821,7 @@ impl Run {
                 self.model.clean += 1;
                 None
             }
+            Done::Window { .. } => unreachable!("the model asks for no windows"),
         };
         // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
         let renewed = matches!(done, Done::Renewed { .. });

@@ -185,7 +185,7 @@ impl Broker {
             let client = &state.clients[&s.client];
             let private = |b: &&crate::id::BlockId| {
                 let block = state.pool.slot(b.place).map(|s| s.block);
-                matches!(block, Some(Block::Held { refs: 1, sealed: false, .. }))
+                matches!(block, Some(Block::Held { refs, sealed: false, .. }) if refs - self.windows.over(b.place) == 1)
             };
             let blocks_private = s.table.iter().filter(private).count() as u32;
             let format = &state.formats[&s.format];

@@ -52,6 +52,8 @@ impl Broker {
             Verb::ReturnExtent => self.return_extent(client, r),
             Verb::Query => self.query(client, r),
             Verb::Close => self.close(client, session, r),
+            Verb::Window => self.window(client, session, r, Default::default()),
+            Verb::CloseWindow => self.end_window(client, r),
         }
     }
 
@@ -180,7 +182,7 @@ impl Broker {
         Ok(id)
     }
 
-    fn session(&self, client: ClientId, id: SessionId) -> Result<&Session, Refused> {
+    pub(super) fn session(&self, client: ClientId, id: SessionId) -> Result<&Session, Refused> {
         let session = self.state.sessions.get(&id).filter(|s| s.client == client);
         // The same words whether it is another's or nobody's: ids of others are none of the asker's business.
         session.ok_or_else(|| Refused::new(Fault::Stale, format!("there is no {id} on this connection")))
@@ -191,7 +193,7 @@ impl Broker {
     }
 
     /// Takes in what the client says of a table: all of it, or nothing.
-    fn apply_report(
+    pub(super) fn apply_report(
         &mut self,
         client: ClientId,
         id: SessionId,
@@ -248,6 +250,9 @@ impl Broker {
             if new[i] != *block {
                 self.let_go(*block, None);
             }
+        }
+        if changed.is_some() {
+            self.check_windows(id);
         }
         Ok(())
     }
@@ -317,6 +322,7 @@ impl Broker {
                 returned.push((block, wire::RETURNED));
             }
         }
+        self.check_windows(id);
         done(self.grant_reply(tokens, returned))
     }
 

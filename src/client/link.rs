@@ -98,6 +98,10 @@ impl Embedded {
 impl Inside {
     /// Does the worker's jobs on the spot and collects what comes of it.
     fn settle(&mut self) {
+        // There is no timer here: every request looks.
+        if self.broker.recheck_after().is_some() {
+            self.broker.recheck_windows();
+        }
         let heap: Arc<dyn Heap> = self.broker.heap();
         loop {
             for job in self.broker.jobs() {
@@ -110,7 +114,8 @@ impl Inside {
             }
             for output in outputs {
                 let copy = |b: &Arc<crate::heap::Buffer>| b.fd().map(|fd| fd.try_clone_to_owned());
-                let fds: Result<Vec<_>, _> = output.buffers.iter().filter_map(copy).collect();
+                let others = output.descriptors.iter().map(|fd| fd.try_clone());
+                let fds: Result<Vec<_>, _> = output.buffers.iter().filter_map(copy).chain(others).collect();
                 match fds
                     .map_err(|e| Error::Protocol(e.to_string()))
                     .and_then(|fds| Message::parse(&output.message, fds, false))

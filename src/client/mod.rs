@@ -33,6 +33,7 @@ mod error;
 mod link;
 mod pager;
 mod session;
+mod staging;
 mod view;
 
 use std::collections::HashMap;
@@ -47,7 +48,7 @@ use sha2::{Digest, Sha256};
 pub use error::Error;
 pub use link::Embedded;
 pub use pager::{Notice, Notify, Pager, PagerOptions, PagerPlane, PagerStats};
-pub use session::{Session, SessionStats};
+pub use session::{Batch, Session, SessionStats, StagingStats, Window, WindowOptions, WindowPlace};
 pub use view::PlaneView;
 
 use crate::broker::{Broker, Policy};
@@ -181,6 +182,8 @@ struct Shared {
     asked: Mutex<HashMap<u64, Arc<Format>>>,
     info: BrokerInfo,
     options: ClientOptions,
+    /// The staging buffer, while a window uses it.
+    staging: Mutex<std::sync::Weak<staging::Staging>>,
     made_by: u32,
 }
 
@@ -262,6 +265,7 @@ impl Client {
             asked: Mutex::new(HashMap::new()),
             info,
             options,
+            staging: Mutex::default(),
             made_by: std::process::id(),
         };
         Ok(Client { shared: Arc::new(shared) })

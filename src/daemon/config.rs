@@ -116,6 +116,7 @@ struct LimitsTable {
     connections_per_tenant: u32,
     sessions_per_connection: u32,
     profiles_per_connection: u32,
+    windows_per_session: u32,
     tenant: Option<Size>,
 }
 
@@ -127,6 +128,7 @@ impl Default for LimitsTable {
             connections_per_tenant: policy.connections_per_tenant,
             sessions_per_connection: policy.sessions_per_connection,
             profiles_per_connection: policy.profiles_per_connection,
+            windows_per_session: policy.windows_per_session,
             tenant: None,
         }
     }
@@ -317,6 +319,7 @@ impl Config {
             connections_per_tenant: file.limits.connections_per_tenant,
             sessions_per_connection: file.limits.sessions_per_connection,
             profiles_per_connection: file.limits.profiles_per_connection,
+            windows_per_session: file.limits.windows_per_session,
             scrub_always: file.scrub == Scrub::Always,
             ..Policy::default()
         };
@@ -486,6 +489,7 @@ mod tests {
             "connections-per-tenant",
             "sessions-per-connection",
             "profiles-per-connection",
+            "windows-per-session",
             "tenant",
             "uid",
             "limit",

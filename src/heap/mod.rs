@@ -11,7 +11,7 @@ mod memfd;
 use std::fmt;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
 use std::sync::OnceLock;
 
 use serde::{Deserialize, Serialize};
@@ -115,6 +115,17 @@ impl Buffer {
         self.bytes
     }
 
+    /// Its descriptor if it is a memfd, of whose pages the kernel makes windows.
+    pub fn memfd(&self) -> Option<BorrowedFd<'_>> {
+        self.fd().filter(|_| self.backend == Backend::Memfd)
+    }
+
+    /// Whether nobody else has a descriptor or a mapping of it, or imports it: provable for dma-bufs only.
+    pub fn is_only_ours(&self) -> bool {
+        let own = 1 + u64::from(self.map.get().is_some());
+        self.fd().and_then(|fd| references(fd).ok().flatten()) == Some(own)
+    }
+
     fn map(&self) -> io::Result<Option<&SharedMap>> {
         let Some(fd) = self.fd() else { return Ok(None) };
         if let Some(map) = self.map.get() {
@@ -151,6 +162,13 @@ impl Drop for Buffer {
             }
         }
     }
+}
+
+/// References to a dma-buf: descriptors, also in flight, mappings, imports. `None` for what is no dma-buf.
+pub fn references(fd: BorrowedFd<'_>) -> io::Result<Option<u64>> {
+    let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd()))?;
+    let count = text.lines().find_map(|l| l.strip_prefix("count:"));
+    Ok(count.and_then(|c| c.trim().parse().ok()))
 }
 
 /// A heap without memory: its buffers have a size and nothing else.
