@@ -32,7 +32,7 @@ pub use prefix::PrefixStats;
 pub use record::RecordError;
 pub use report::{ExtentReport, LedgerReport, MapReport, PoolReport, SessionReport, StatusReport};
 pub use session::Session;
-pub use window::{Made, Making};
+pub use window::{Declined, Made, Making};
 
 use crate::heap::{Buffer, Heap, HeapError};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
@@ -172,7 +172,7 @@ pub enum Done {
         /// Of which job.
         ticket: u64,
         /// What was made, or the words why not.
-        result: Result<Made, String>,
+        result: Result<Made, Declined>,
     },
 }
 
@@ -240,7 +240,7 @@ enum Answer {
     /// Nothing yet: the request is kept and tried again.
     Later,
     /// Nothing yet: the worker makes a window; these ways were not possible.
-    Making { declined: Vec<(How, String)> },
+    Making { declined: Vec<(How, Declined)> },
 }
 
 /// The rest of a reply, after its header.
@@ -316,7 +316,7 @@ enum Waiting {
     /// For extents: the request is tried again when one has been renewed.
     Extents(Vec<u8>),
     /// For a window: the request goes on when the worker is done. With it the ways that were not possible so far.
-    Window { message: Vec<u8>, declined: Vec<(How, String)> },
+    Window { message: Vec<u8>, declined: Vec<(How, Declined)> },
     /// For zeros: then this goes out.
     Zeros {
         ticket: u64,

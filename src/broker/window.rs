@@ -18,14 +18,14 @@ use std::time::Duration;
 use serde::{Deserialize, Serialize};
 
 use super::{Answer, Broker, Job, Refused, Reply, Waiting};
-use crate::heap::{Backend, Buffer, Heap};
+use crate::heap::{Backend, Buffer, Heap, HeapError};
 use crate::id::{BlockId, ClientId, Place, SessionId, Tenant};
 use crate::map::page_bytes;
 use crate::pool::Block;
 use crate::profile::Kv;
-use crate::window::iommu::{Device, Handle, Mapping, Space};
+use crate::window::iommu::{Device, Handle, IommuError, Mapping, Space};
 use crate::window::iova::Iovas;
-use crate::window::udmabuf::{Range, Udmabuf};
+use crate::window::udmabuf::{Range, Udmabuf, UdmabufError};
 use crate::window::{Access, How, Means, Part, Span, What, join};
 use crate::wire::{self, Fault, MAX_BLOCKS, Reader, Verb};
 
@@ -95,32 +95,27 @@ impl Piece {
     }
 }
 
-fn ranges(pieces: &[Piece]) -> Result<Vec<Range<'_>>, String> {
-    pieces.iter().map(Piece::range).collect::<Option<_>>().ok_or_else(|| "an extent is no memfd".into())
+fn ranges(pieces: &[Piece]) -> Result<Vec<Range<'_>>, Declined> {
+    let ranges = pieces.iter().map(Piece::range).collect::<Option<_>>();
+    ranges.ok_or_else(|| Declined::new(Fault::BrokerFault, "an extent is no memfd"))
 }
 
 impl Making {
     /// Does it.
-    pub(super) fn run(self) -> Result<Made, String> {
+    pub(super) fn run(self) -> Result<Made, Declined> {
         match self {
-            Making::Join(udmabuf, pieces) => {
-                udmabuf.create(&ranges(&pieces)?).map(Made::Joined).map_err(|e| e.to_string())
-            }
+            Making::Join(udmabuf, pieces) => Ok(Made::Joined(udmabuf.create(&ranges(&pieces)?)?)),
             Making::Bind(device) => {
-                let bind = || {
-                    let space = Space::new(&device)?;
-                    let handle = device.bind(&space)?;
-                    let allowed = space.ranges()?;
-                    Ok(Made::Bound(space, handle, allowed))
-                };
-                bind().map_err(|e: crate::window::iommu::IommuError| e.to_string())
+                let space = Space::new(&device)?;
+                let handle = device.bind(&space)?;
+                let allowed = space.ranges()?;
+                Ok(Made::Bound(space, handle, allowed))
             }
             Making::Map(space, iova, segments) => {
                 let mut mapped: Vec<Mapping> = Vec::new();
                 let mut at = iova;
                 for (pieces, writable) in &segments {
-                    let one =
-                        ranges(pieces).and_then(|r| space.map(&r, at, *writable).map_err(|e| e.to_string()));
+                    let one = ranges(pieces).and_then(|r| Ok(space.map(&r, at, *writable)?));
                     match one {
                         Ok(mapping) => {
                             at += mapping.bytes;
@@ -142,10 +137,10 @@ impl Making {
                 Ok(Made::Mapped(mapped))
             }
             Making::Unmap(space, mappings) => {
-                mappings.iter().try_for_each(|m| space.unmap(m)).map_err(|e| e.to_string())?;
+                mappings.iter().try_for_each(|m| space.unmap(m))?;
                 Ok(Made::Unmapped)
             }
-            Making::Stage(heap, bytes) => heap.allocate(bytes).map(Made::Staged).map_err(|e| e.to_string()),
+            Making::Stage(heap, bytes) => Ok(Made::Staged(heap.allocate(bytes)?)),
         }
     }
 }
@@ -232,12 +227,13 @@ impl Windows {
 /// What is known of a request that comes back from the worker.
 #[derive(Debug, Default)]
 pub(super) struct Resume {
-    pub declined: Vec<(How, String)>,
+    pub declined: Vec<(How, Declined)>,
     pub ready: Option<u64>,
 }
 
 /// Why a way is not taken.
-struct Declined {
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Declined {
     fault: Fault,
     text: String,
 }
@@ -245,6 +241,34 @@ struct Declined {
 impl Declined {
     fn new(fault: Fault, text: impl Into<String>) -> Self {
         Declined { fault, text: text.into() }
+    }
+}
+
+impl From<HeapError> for Declined {
+    fn from(e: HeapError) -> Self {
+        Declined::new(Fault::Busy, e.to_string())
+    }
+}
+
+impl From<UdmabufError> for Declined {
+    fn from(e: UdmabufError) -> Self {
+        let fault = match e {
+            UdmabufError::TooManyRanges { .. } | UdmabufError::TooLarge { .. } => Fault::OverLimit,
+            UdmabufError::Missing { .. } | UdmabufError::Open { .. } | UdmabufError::Create { .. } => {
+                Fault::BrokerFault
+            }
+        };
+        Declined::new(fault, e.to_string())
+    }
+}
+
+impl From<IommuError> for Declined {
+    fn from(e: IommuError) -> Self {
+        let fault = match e {
+            IommuError::InUse { .. } => Fault::Busy,
+            IommuError::Open { .. } | IommuError::Call { .. } | IommuError::Map { .. } => Fault::BrokerFault,
+        };
+        Declined::new(fault, e.to_string())
     }
 }
 
@@ -320,7 +344,6 @@ impl Broker {
             })?],
         };
         let mut declined = resume.declined;
-        let mut fault = Fault::BadRequest;
         for how in ways {
             if declined.iter().any(|(h, _)| *h == how) {
                 continue;
@@ -335,13 +358,17 @@ impl Broker {
                     return Ok(Answer::Making { declined });
                 }
                 Err(why) => {
-                    fault = why.fault;
-                    declined.push((how, why.text));
+                    declined.push((how, why));
                 }
             }
         }
-        let words: Vec<String> = declined.iter().map(|(how, why)| format!("{how}: {why}")).collect();
-        Err(Refused::new(fault, format!("no window can be made: {}", words.join("; "))))
+        let words: Vec<String> = declined.iter().map(|(how, why)| format!("{how}: {}", why.text)).collect();
+        // A way that is possible but not now says more than one that never is.
+        let fault = declined.iter().map(|(_, why)| why.fault).find(|f| *f != Fault::BadRequest);
+        Err(Refused::new(
+            fault.unwrap_or(Fault::BadRequest),
+            format!("no window can be made: {}", words.join("; ")),
+        ))
     }
 
     fn wish(&self, client: ClientId, id: SessionId, ask: &wire::Window) -> Result<Wish, Refused> {
@@ -656,7 +683,7 @@ impl Broker {
         self.let_go(block, None);
     }
 
-    fn window_reply(&mut self, window: u64, declined: &[(How, String)]) -> Reply {
+    fn window_reply(&mut self, window: u64, declined: &[(How, Declined)]) -> Reply {
         if let Some(old) = self.windows.replaced.remove(&window) {
             self.close_window(old, false);
         }
@@ -709,7 +736,7 @@ impl Broker {
         made.flags = flags.into();
         let mut reply = Reply { descriptors, ..Reply::default() };
         reply.body.put(&made);
-        let words: Vec<String> = declined.iter().map(|(how, why)| format!("{how}: {why}")).collect();
+        let words: Vec<String> = declined.iter().map(|(how, why)| format!("{how}: {}", why.text)).collect();
         reply.body.put(words.join("\n").as_bytes());
         reply
     }
@@ -871,7 +898,7 @@ impl Broker {
     }
 
     /// The worker is done with something for a window.
-    pub(super) fn window_made(&mut self, ticket: u64, result: Result<Made, String>) {
+    pub(super) fn window_made(&mut self, ticket: u64, result: Result<Made, Declined>) {
         let Some(p) = self.windows.pending.remove(&ticket) else { return };
         let (client, connected) = (p.client, self.state.clients.contains_key(&p.client));
         let closing = p.window.is_some_and(|w| self.state.windows.get(&w).is_none_or(|h| h.closing));
@@ -907,7 +934,8 @@ impl Broker {
                 if matches!(self.windows.objects.get(&window), Some(Object::Leaving { .. })) =>
             {
                 log::error!(
-                    "window {window} cannot be taken out of the device's reach: {why}; its blocks stay out of use"
+                    "window {window} cannot be taken out of the device's reach: {}; its blocks stay out of use",
+                    why.text
                 );
             }
             (Err(why), window) => {
@@ -946,7 +974,7 @@ impl Broker {
     }
 
     /// The request of a client that waited for the worker goes on.
-    fn window_again(&mut self, client: ClientId, declined: Option<(How, String)>, ready: Option<u64>) {
+    fn window_again(&mut self, client: ClientId, declined: Option<(How, Declined)>, ready: Option<u64>) {
         let Some(Waiting::Window { message, declined: mut before }) = self.waiting.remove(&client) else {
             return;
         };

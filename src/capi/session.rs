@@ -62,7 +62,7 @@ pub(super) unsafe fn read<'a>(handle: *const kvb_session) -> Result<RwLockReadGu
 ///
 /// # Safety
 /// `handle` is NULL or a session that is not closed.
-unsafe fn write<'a>(handle: *mut kvb_session) -> Result<RwLockWriteGuard<'a, Session>, Failure> {
+pub(super) unsafe fn write<'a>(handle: *mut kvb_session) -> Result<RwLockWriteGuard<'a, Session>, Failure> {
     // SAFETY: passed on to the caller.
     locked(unsafe { kvb_session::get(handle)? }.session.try_write())
 }

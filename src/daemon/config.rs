@@ -44,6 +44,44 @@ pub enum DeviceAccess {
     None,
     /// It must have physically contiguous memory.
     Contiguous,
+    /// Its driver imports dma-bufs, behind an IOMMU of the kernel's: scattered pages are fine.
+    Scatter,
+    /// It is driven from user space, behind an IOMMU that iommufd serves.
+    Iommu,
+}
+
+/// The device that reads windows, beside how it reaches memory.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+pub struct DeviceTable {
+    /// Its character device, if user space drives it.
+    pub node: Option<PathBuf>,
+    /// Bits of an address of it.
+    pub address_bits: u32,
+    /// The IOMMU's.
+    pub iommu: PathBuf,
+    /// What makes dma-bufs of memfds.
+    pub udmabuf: PathBuf,
+    /// Bytes of one process's staging buffer; 0 for none.
+    pub staging: Size,
+    /// Bytes of all of them together.
+    pub staging_total: Size,
+    /// Where they come from, if not from the CMA heap by its usual names.
+    pub staging_heap: Option<PathBuf>,
+}
+
+impl Default for DeviceTable {
+    fn default() -> Self {
+        DeviceTable {
+            node: None,
+            address_bits: 32,
+            iommu: "/dev/iommu".into(),
+            udmabuf: "/dev/udmabuf".into(),
+            staging: Size::from_bytes(2 << 20),
+            staging_total: Size::from_bytes(8 << 20),
+            staging_heap: None,
+        }
+    }
 }
 
 /// Which kind of memory.
@@ -179,6 +217,7 @@ struct File {
     pool: PoolTable,
     socket: SocketTable,
     limits: LimitsTable,
+    device: DeviceTable,
     tenant: Vec<TenantTable>,
     profile: Vec<ProfileTable>,
     scrub: Scrub,
@@ -227,6 +266,8 @@ pub struct Config {
     pub backend: BackendChoice,
     /// Who reads it.
     pub device: DeviceAccess,
+    /// What else is known of that device.
+    pub device_table: DeviceTable,
     /// The heap, if one is named.
     pub heap: Option<PathBuf>,
     /// Where heaps are.
@@ -314,6 +355,21 @@ impl Config {
                 "pool.minimum = {least} is more than the pool of {size}"
             )));
         }
+        if file.pool.device == DeviceAccess::Iommu && file.device.node.is_none() {
+            return Err(ConfigError::Value(
+                "pool.device = \"iommu\" needs device.node, such as \"/dev/vfio/devices/vfio0\" (scripts/npu-bind prints it)".into(),
+            ));
+        }
+        if !(20..=64).contains(&file.device.address_bits) {
+            let text = format!("device.address-bits = {}: 20 to 64", file.device.address_bits);
+            return Err(ConfigError::Value(text));
+        }
+        if file.device.staging.bytes() > file.device.staging_total.bytes() {
+            let (one, all) = (file.device.staging, file.device.staging_total);
+            return Err(ConfigError::Value(format!(
+                "device.staging = {one} is more than device.staging-total = {all}"
+            )));
+        }
         let limits = Policy {
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
@@ -328,6 +384,7 @@ impl Config {
             minimum_bytes,
             backend: over.backend.unwrap_or(file.pool.backend),
             device: file.pool.device,
+            device_table: file.device,
             heap: over.heap.clone().or(file.pool.heap),
             heap_directory: file.pool.heap_directory,
             extent: over.extent.unwrap_or(file.pool.extent),
@@ -501,6 +558,13 @@ mod tests {
             "kv-type",
             "tokens-per-block",
             "scrub",
+            "node",
+            "address-bits",
+            "iommu",
+            "udmabuf",
+            "staging",
+            "staging-total",
+            "staging-heap",
         ];
         for key in keys {
             let stands = |l: &str| l.trim_start_matches("#: ").starts_with(&format!("{key} = "));
@@ -517,6 +581,9 @@ mod tests {
         assert!(read("[pool]\nsize = \"256\"\n").unwrap_err().contains("without unit"));
         assert!(read("[pool]\nsize = 256\n").unwrap_err().contains("line 2"));
         assert!(read("[pool]\nbackend = \"vram\"\n").unwrap_err().contains("vram"));
+        assert!(read("[pool]\ndevice = \"iommu\"\n").unwrap_err().contains("needs device.node"));
+        assert!(read("[device]\naddress-bits = 8\n").unwrap_err().contains("20 to 64"));
+        assert!(read("[device]\nstaging = \"9M\"\n").unwrap_err().contains("more than device.staging-total"));
         assert!(read("[socket]\nmode = \"rw\"\n").unwrap_err().contains("octal"));
         assert!(read("[[profile]]\nlayers = 2\n").unwrap_err().contains("kv-heads is missing"));
         assert!(

@@ -23,6 +23,9 @@ use crate::heap::{DmaHeap, Heap, HeapError, Memfd};
 use crate::map::page_bytes;
 use crate::packing::{Extents, PackingError, Placement, block_sizes};
 use crate::size::Size;
+use crate::window::iommu::{Device, IommuError};
+use crate::window::udmabuf::Udmabuf;
+use crate::window::{Access, Means, StagingMeans};
 
 /// Why the daemon does not serve.
 #[derive(Debug, Error)]
@@ -32,6 +35,8 @@ pub enum StartError {
     Heap(#[from] HeapError),
     #[error(transparent)]
     Packing(#[from] PackingError),
+    #[error(transparent)]
+    Iommu(#[from] IommuError),
     #[error(transparent)]
     Listen(#[from] ListenError),
     #[error(
@@ -51,6 +56,9 @@ fn choose_heap(config: &Config) -> Result<(Arc<dyn Heap>, String), StartError> {
         (BackendChoice::Memfd, _) => (false, "configured"),
         (BackendChoice::Auto, DeviceAccess::Contiguous) => {
             (true, "a device reads the pool and cannot scatter")
+        }
+        (BackendChoice::Auto, DeviceAccess::Scatter | DeviceAccess::Iommu) => {
+            (false, "the device reaches scattered memory through its IOMMU")
         }
         (BackendChoice::Auto, DeviceAccess::None) if config.heap.is_some() => (true, "a heap is named"),
         (BackendChoice::Auto, DeviceAccess::None) => (false, "no device reads the pool"),
@@ -74,6 +82,40 @@ fn choose_heap(config: &Config) -> Result<(Arc<dyn Heap>, String), StartError> {
         }
     }
     Ok((Arc::new(Memfd::new(false)), why.into()))
+}
+
+/// What there is for windows, each with its reason if it is not there. Only a device that is named must be there.
+fn means(config: &Config) -> Result<Means, StartError> {
+    let device = &config.device_table;
+    let iommu = match &device.node {
+        Some(node) => Ok(Arc::new(Device::open(node, &device.iommu, device.address_bits)?)),
+        None => Err("no device is configured (device.node)".into()),
+    };
+    Ok(Means {
+        access: match config.device {
+            DeviceAccess::None => Access::Unknown,
+            DeviceAccess::Contiguous => Access::Contiguous,
+            DeviceAccess::Scatter => Access::Scatter,
+            DeviceAccess::Iommu => Access::Iommu,
+        },
+        udmabuf: Udmabuf::open(&device.udmabuf).map(Arc::new).map_err(|e| e.to_string()),
+        iommu,
+        staging: staging(config),
+    })
+}
+
+fn staging(config: &Config) -> Result<StagingMeans, String> {
+    let (device, directory) = (&config.device_table, &config.heap_directory);
+    let page = page_bytes() as u64;
+    let bytes = device.staging.bytes() / (2 * page) * (2 * page);
+    if bytes == 0 {
+        return Err("device.staging = 0 says that there is to be no staging buffer".into());
+    }
+    let named = device.staging_heap.as_ref().map(|heap| directory.join(heap));
+    let path = named.or_else(|| DmaHeap::find(directory));
+    let path = path.ok_or_else(|| format!("{}: no CMA heap for a staging buffer", directory.display()))?;
+    let heap = DmaHeap::open(&path).map_err(|e| e.to_string())?;
+    Ok(StagingMeans { heap: Arc::new(heap), bytes, total: device.staging_total.bytes() })
 }
 
 fn memory_bytes() -> Option<u64> {
@@ -150,6 +192,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let per_tenant = policy.connections_per_tenant;
     let mut broker = Broker::new(heap, extents.bytes, as_count(extents.count), as_count(least), policy)?;
     broker.set_reason(why);
+    broker.set_means(means(config)?);
 
     let worker = Worker::start(broker.heap())?;
     let status = broker.status();

@@ -307,17 +307,8 @@ impl Session {
         // Making room may have copied a shared block under it.
         let old = self.is_current(window).then_some(window.id);
         let new = self.ask_window(old, first, end, window.what, window.part, window.options)?;
-        self.replace_window(window, new);
+        replace(window, new, old.is_some());
         Ok(())
-    }
-
-    /// `window` becomes `new`. If both are one at the broker, nothing is closed there; if not, the broker has closed the old
-    /// one already.
-    fn replace_window(&self, window: &mut Window, mut new: Window) {
-        new.made += window.made;
-        new.device = new.device.take().or(window.device.take());
-        let mut old = std::mem::replace(window, new);
-        old.id = Window::NONE;
     }
 
     fn ask_window(
@@ -469,6 +460,16 @@ impl Session {
             let start = self.block_at(window.first + block);
             Some((start.wrapping_add(window.part.offset as usize + within), bytes))
         })
+    }
+}
+
+/// `window` becomes `new`. `told`: the broker knows that, and has closed the old one; else it is closed now.
+fn replace(window: &mut Window, mut new: Window, told: bool) {
+    new.made += window.made;
+    new.device = new.device.take().or(window.device.take());
+    let mut old = std::mem::replace(window, new);
+    if told {
+        old.id = Window::NONE;
     }
 }
 
