@@ -70,7 +70,8 @@ fn compile(directory: &Path, name: &str, source: &str, extra: &[&str]) -> std::p
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let (file, program) = (directory.join(format!("{name}.c")), directory.join(name));
     fs::write(&file, source).unwrap();
-    let flags = ["-std=c11", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function", "-D_POSIX_C_SOURCE=200809L"];
+    let flags =
+        ["-std=c11", "-Wall", "-Wextra", "-Werror", "-Wno-unused-function", "-D_POSIX_C_SOURCE=200809L"];
     let mut cc = Command::new("cc");
     cc.args(flags).arg(format!("-I{}", root.join("include").display())).arg(&file).arg("-o").arg(&program);
     let ran = cc.args(extra).output().unwrap();

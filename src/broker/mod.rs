@@ -64,6 +64,10 @@ pub struct Policy {
     pub extents_of: BTreeMap<Tenant, u32>,
     /// Windows of one session.
     pub windows_per_session: u32,
+    /// Windows of one tenant, with those that are closed and still held: each may cost the broker a descriptor.
+    pub windows_per_tenant: u32,
+    /// Windows in all.
+    pub windows: u32,
     /// Zero a block at every grant, not only when it comes from another process.
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
@@ -78,6 +82,8 @@ impl Default for Policy {
             sessions_per_connection: 256,
             profiles_per_connection: 16,
             windows_per_session: 256,
+            windows_per_tenant: 1024,
+            windows: 4096,
             extents_per_tenant: None,
             extents_of: BTreeMap::new(),
             scrub_always: false,

@@ -74,6 +74,12 @@ pub struct StatusReport {
     pub prefix_queries: u64,
     /// Of these, found.
     pub prefix_hits: u64,
+    /// Windows for devices.
+    pub windows: usize,
+    /// Windows that are closed, and whose blocks somebody may still reach.
+    pub windows_held: usize,
+    /// Bytes of staging buffers, beside the pool.
+    pub staging_bytes: u64,
     /// What has happened since the start.
     pub counters: Counters,
     /// Something is wrong: the broker grants nothing more.
@@ -173,6 +179,9 @@ impl Broker {
             prefix_pinned: stats.pinned,
             prefix_queries: stats.queries,
             prefix_hits: stats.hits,
+            windows: self.window_counts().0,
+            windows_held: self.window_counts().1,
+            staging_bytes: self.staging_bytes(),
             counters: state.counters,
             frozen: self.frozen,
         }

@@ -417,14 +417,7 @@ impl Broker {
                 return Err(Refused::new(Fault::Stale, text));
             }
         }
-        let live =
-            self.state.windows.iter().filter(|(w, h)| !h.closing && h.session == id && Some(**w) != old);
-        let (live, most) = (live.count() as u32, self.policy.windows_per_session);
-        if live >= most {
-            let text =
-                format!("{id} has {live} windows, as many as limits.windows-per-session allows; close some");
-            return Err(Refused::new(Fault::OverLimit, text).numbers(u64::from(live) + 1, most.into()));
-        }
+        self.admit_window(id, s.tenant, old)?;
         let at = (first - s.head) as usize;
         let blocks = s.table[at..at + count as usize].to_vec();
         let read_only = ask.flags.get() & wire::WINDOW_READ_ONLY != 0;
@@ -448,6 +441,30 @@ impl Broker {
             capacity: u64::from(ask.capacity.get()),
             auto: ask.how.get() == 0,
         })
+    }
+
+    /// Whether one more window is within the operator's limits. One that is to be replaced makes room for its successor.
+    fn admit_window(&self, id: SessionId, tenant: Tenant, old: Option<u64>) -> Result<(), Refused> {
+        let (mut of_session, mut of_tenant) = (0u32, 0u32);
+        for (window, hold) in &self.state.windows {
+            // One that is closed and still held counts for the tenant, whose device holds it.
+            of_session += u32::from(hold.session == id && !hold.closing && Some(*window) != old);
+            of_tenant += u32::from(hold.tenant == tenant);
+        }
+        let limits = [
+            (of_session, self.policy.windows_per_session, "this session", "limits.windows-per-session"),
+            (of_tenant, self.policy.windows_per_tenant, "this tenant", "limits.windows-per-tenant"),
+            (self.state.windows.len() as u32, self.policy.windows, "the broker", "limits.windows"),
+        ];
+        match limits.into_iter().find(|(count, most, ..)| count >= most) {
+            None => Ok(()),
+            Some((count, most, whose, key)) => {
+                let text = format!(
+                    "{whose} has {count} windows, and {key} is {most}; close some, on the device's side too: those count that a device still holds"
+                );
+                Err(Refused::new(Fault::OverLimit, text).numbers(u64::from(count) + 1, most.into()))
+            }
+        }
     }
 
     fn make(&mut self, how: How, wish: &Wish) -> Result<Next, Declined> {
@@ -1010,6 +1027,11 @@ impl Broker {
             return Err("the count of windows over each place differs from the windows".into());
         }
         Ok(refs)
+    }
+
+    /// Bytes of staging buffers, of which the pool knows nothing.
+    pub(super) fn staging_bytes(&self) -> u64 {
+        self.windows.staging.values().chain(&self.windows.leaving).map(|b| b.bytes()).sum()
     }
 
     /// Windows that are open, and closed ones whose blocks somebody may still reach.

@@ -155,6 +155,8 @@ struct LimitsTable {
     sessions_per_connection: u32,
     profiles_per_connection: u32,
     windows_per_session: u32,
+    windows_per_tenant: u32,
+    windows: u32,
     tenant: Option<Size>,
 }
 
@@ -167,6 +169,8 @@ impl Default for LimitsTable {
             sessions_per_connection: policy.sessions_per_connection,
             profiles_per_connection: policy.profiles_per_connection,
             windows_per_session: policy.windows_per_session,
+            windows_per_tenant: policy.windows_per_tenant,
+            windows: policy.windows,
             tenant: None,
         }
     }
@@ -376,6 +380,8 @@ impl Config {
             sessions_per_connection: file.limits.sessions_per_connection,
             profiles_per_connection: file.limits.profiles_per_connection,
             windows_per_session: file.limits.windows_per_session,
+            windows_per_tenant: file.limits.windows_per_tenant,
+            windows: file.limits.windows,
             scrub_always: file.scrub == Scrub::Always,
             ..Policy::default()
         };
@@ -547,6 +553,8 @@ mod tests {
             "sessions-per-connection",
             "profiles-per-connection",
             "windows-per-session",
+            "windows-per-tenant",
+            "windows",
             "tenant",
             "uid",
             "limit",

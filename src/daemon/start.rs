@@ -189,6 +189,14 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         );
         policy.connections = most;
     }
+    let left = windows_within_open_files(extents.count, policy.connections);
+    if policy.windows > left {
+        log::info!(
+            "limits.windows = {} is more than LimitNOFILE lets: {left} windows are served",
+            policy.windows
+        );
+        policy.windows = left;
+    }
     let per_tenant = policy.connections_per_tenant;
     let mut broker = Broker::new(heap, extents.bytes, as_count(extents.count), as_count(least), policy)?;
     broker.set_reason(why);
@@ -216,10 +224,21 @@ pub fn run(config: &Config) -> Result<(), StartError> {
 /// How many connections leave enough descriptors for everything else: an extent that could not be renewed for want of
 /// one would be lost to the pool. A connection takes its socket and its process.
 fn connections_within_open_files(extents: u64) -> u32 {
+    u32::try_from(open_files_beside(extents) / 2).unwrap_or(u32::MAX)
+}
+
+/// How many windows are left then: each may take one.
+fn windows_within_open_files(extents: u64, connections: u32) -> u32 {
+    let left = open_files_beside(extents).saturating_sub(2 * u64::from(connections));
+    u32::try_from(left).unwrap_or(u32::MAX)
+}
+
+/// Descriptors beside extents and what the daemon itself needs.
+fn open_files_beside(extents: u64) -> u64 {
     use nix::sys::resource::{Resource, getrlimit};
     const OWN: u64 = 48;
     let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
-    u32::try_from(limit.saturating_sub(extents + OWN) / 2).unwrap_or(u32::MAX)
+    limit.saturating_sub(extents + OWN)
 }
 
 /// Descriptors in unread messages count against this process: as many as the hard limit lets.

@@ -10,15 +10,17 @@
 //! `kernel` holds what the kernel itself must do for the product's promises to hold. Its assertions are what the
 //! design rests on, so a kernel on which one of them fails is a kernel that the product must treat differently.
 //!
-//! `window` runs the product's windows over the devices that `kernel` and `iommu` try by themselves.
+//! `window`, `vivid` and `npu` run the product's windows over the devices that `kernel` and `iommu` try by themselves.
 
 mod iommu;
 mod kernel;
 #[path = "../common/llama.rs"]
 mod llama;
+mod npu;
 mod sandbox;
 mod service;
 mod support;
 #[path = "../common/through.rs"]
 mod through;
+mod vivid;
 mod window;

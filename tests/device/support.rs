@@ -301,6 +301,17 @@ impl Peer {
         self.turns.write_all(&[0]).expect("the peer is gone");
     }
 
+    /// Its process.
+    pub fn pid(&self) -> Pid {
+        self.pid
+    }
+
+    /// Ends it by SIGKILL.
+    pub fn kill(self) {
+        nix::sys::signal::kill(self.pid, nix::sys::signal::Signal::SIGKILL).expect("kill");
+        waitpid(self.pid, None).expect("waitpid");
+    }
+
     /// Waits until the peer has ended; its failure is the test's.
     pub fn finish(mut self) {
         self.reap(&[]);
