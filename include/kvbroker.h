@@ -163,7 +163,7 @@ KVB_API KVB_MUST_CHECK int kvb_embedded(const kvb_embedded_options *embedded, co
 /* Ends the handle. The connection ends when its profiles and sessions are closed too. */
 KVB_API int kvb_client_close(kvb_client *client);
 
-enum { KVB_BACKEND_DMA_HEAP = 1, KVB_BACKEND_MEMFD = 2 };
+enum { KVB_BACKEND_DMA_HEAP = 1, KVB_BACKEND_MEMFD = 2, KVB_BACKEND_UDMABUF = 4 };
 
 typedef struct kvb_client_info {
     size_t size;

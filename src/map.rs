@@ -58,6 +58,15 @@ impl SharedMap {
         self.map.lock()
     }
 
+    /// Gives the first page to a pipe (`vmsplice`), where it stays whatever becomes of the mapping. Returns its bytes.
+    pub(crate) fn first_page_into(&self, pipe: &impl AsRawFd) -> io::Result<usize> {
+        let len = page_bytes().min(self.map.len());
+        let page = libc::iovec { iov_base: self.map.as_mut_ptr().cast(), iov_len: len };
+        // SAFETY: the vector names memory inside the mapping, which outlives the call; the kernel only reads it.
+        let taken = unsafe { libc::vmsplice(pipe.as_raw_fd(), &page, 1, libc::SPLICE_F_NONBLOCK) };
+        usize::try_from(taken).map_err(|_| io::Error::last_os_error())
+    }
+
     /// Copies `bytes` to offset `at`.
     pub fn write(&self, at: usize, bytes: &[u8]) {
         self.within(&(at..at + bytes.len()));

@@ -80,11 +80,11 @@ wire! {
         instance: U64,
         /// Bytes of one extent.
         extent_bytes: U64,
-        /// Extents in the pool.
+        /// Extents in the pool, those included that are missing just now.
         extents: U32,
         /// Page size of the machine in bytes.
         page_bytes: U32,
-        /// What the extents are: 1 dma-heap, 2 memfd.
+        /// What the extents are: 1 dma-heap, 2 memfd, 4 udmabuf.
         backend: U32,
         /// 0.
         reserved: U32,

@@ -50,7 +50,7 @@ fn plane(layer: u32, kv: Kv) -> What {
 }
 
 fn refused(result: Result<Window, Error>) -> (Option<Fault>, String) {
-    let e = result.err().expect("a refusal");
+    let e = result.expect_err("a refusal");
     (e.fault(), e.to_string())
 }
 

@@ -8,10 +8,7 @@ use std::collections::BTreeSet;
 use super::{Answer, Broker, Refused, Reply};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
 use crate::pool::{Cut, Take, Taken};
-use crate::wire::{self, Event, ExtentInfo, Fault, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS, Writer};
-
-/// How long a client may take to give back an extent that is asked back, in milliseconds.
-const GIVE_BACK_MS: u32 = 2000;
+use crate::wire::{self, ExtentInfo, Fault, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS};
 
 /// What a client asks for.
 #[derive(Debug, Clone, Copy)]
@@ -79,6 +76,10 @@ impl Broker {
             return Err(Refused::new(Fault::NeverFits, text).numbers(needed, capacity));
         }
         let least = u64::from(want.least);
+        self.rest_unanswered();
+        if self.available(tenant, &cut).1 < least {
+            self.withdraw(tenant, &cut, least);
+        }
         if self.available(tenant, &cut).0 < least {
             self.make_room(tenant, &cut, least);
             let (now, soon) = self.available(tenant, &cut);
@@ -126,36 +127,21 @@ impl Broker {
         let may = self.extent_limit(tenant).saturating_sub(pool.extents_of(tenant) - own.len() as u32);
         let idle = pool.clean_extents() + pool.soon_clean() + (own.len() + others.len()) as u32;
         let reach = pool.free_places(tenant, cut.format) + u64::from(idle.min(may)) * u64::from(cut.slots);
-        if reach < least {
+        if reach + self.asked_blocks(cut) < least {
             // Nobody loses an extent for a request that is refused all the same.
             return;
         }
         for extent in own.into_iter().chain(others) {
-            if self.available(tenant, cut).1 >= least {
+            if self.available(tenant, cut).1 + self.asked_blocks(cut) >= least {
                 return;
             }
             if self.heap.revokes() {
                 let holders = self.state.pool.seize(extent);
                 self.state.counters.seized += 1;
-                self.ask_back(extent, holders, 0);
-            } else if self.asked_back.insert(extent) {
-                let holders = self.state.pool.extents()[&extent].holders.clone();
-                self.ask_back(extent, holders, GIVE_BACK_MS);
+                self.tell_to_give_back(extent, holders, 0);
+            } else {
+                self.ask_for(extent);
             }
-        }
-    }
-
-    fn ask_back(&mut self, extent: ExtentId, holders: BTreeSet<ClientId>, deadline_ms: u32) {
-        for to in holders {
-            let mut event = Writer::start(wire::EVENT | Event::GiveBack as u16, 0, 0, 0);
-            event.put(&wire::GiveBack { extent: extent.0.into(), deadline_ms: deadline_ms.into() });
-            self.outbox.push_back(super::Output {
-                to,
-                message: event.finish(),
-                buffers: Vec::new(),
-                descriptors: Vec::new(),
-                last: false,
-            });
         }
     }
 

@@ -8,10 +8,12 @@
 //! - what a client says about blocks is a claim, checked against the pool before anything changes;
 //! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
 
+mod consent;
 mod grant;
 #[cfg(test)]
 mod model_test;
 pub mod prefix;
+mod quarantine;
 mod record;
 mod report;
 mod session;
@@ -29,12 +31,15 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 pub use prefix::PrefixStats;
+pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
-pub use report::{ExtentReport, LedgerReport, MapReport, PoolReport, SessionReport, StatusReport};
+pub use report::{
+    CountReport, ExtentReport, LedgerReport, MapReport, PoolReport, SessionReport, StatusReport,
+};
 pub use session::Session;
 pub use window::{Declined, Made, Making};
 
-use crate::heap::{Buffer, Heap, HeapError};
+use crate::heap::{Buffer, Heap, HeapError, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
 use crate::map::page_bytes;
 use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
@@ -138,11 +143,11 @@ pub enum Job {
         /// The pieces.
         pieces: Vec<(Arc<Buffer>, Range<u64>)>,
     },
-    /// Drop a buffer and allocate another one.
+    /// Make of an extent that was somebody's one that nobody has ever seen.
     Renew {
         /// The extent that the old buffer was.
         extent: ExtentId,
-        /// The old buffer: the broker's last reference to it.
+        /// The old buffer; `None` if it is gone already.
         old: Option<Arc<Buffer>>,
         /// Size of the new one.
         bytes: u64,
@@ -153,6 +158,11 @@ pub enum Job {
         ticket: u64,
         /// What is to be made.
         making: Making,
+    },
+    /// Ask the kernel for a buffer that was missing.
+    Allocate {
+        /// Its size.
+        bytes: u64,
     },
 }
 
@@ -166,12 +176,12 @@ pub enum Done {
         /// The error if they are not.
         result: Result<(), String>,
     },
-    /// The old buffer is gone.
+    /// The extent is renewed, or not.
     Renewed {
         /// The extent that it was.
         extent: ExtentId,
-        /// The new buffer.
-        result: Result<Buffer, HeapError>,
+        /// What became of it.
+        result: Renewal,
     },
     /// It is made, or not.
     Window {
@@ -180,6 +190,8 @@ pub enum Done {
         /// What was made, or the words why not.
         result: Result<Made, Declined>,
     },
+    /// The kernel has answered.
+    Allocated(Result<Buffer, HeapError>),
 }
 
 impl Job {
@@ -191,11 +203,12 @@ impl Job {
                 let result = pieces.into_iter().try_for_each(zero).map_err(|e| e.to_string());
                 Done::Scrubbed { ticket, result }
             }
-            Job::Renew { extent, old, bytes } => {
-                drop(old);
-                Done::Renewed { extent, result: heap.allocate(bytes) }
+            Job::Renew { extent, old: Some(old), .. } => Done::Renewed { extent, result: heap.renew(old) },
+            Job::Renew { extent, old: None, bytes } => {
+                Done::Renewed { extent, result: Renewal::of(heap.allocate(bytes)) }
             }
             Job::Window { ticket, making } => Done::Window { ticket, result: making.run() },
+            Job::Allocate { bytes } => Done::Allocated(heap.allocate(bytes)),
         }
     }
 }
@@ -296,6 +309,8 @@ pub struct Counters {
     pub scrubbed: u64,
     /// Extents renewed because they had been somebody's.
     pub renewed: u64,
+    /// Of these, those whose memory was scrubbed and used again.
+    pub reused: u64,
     /// Extents taken from tenants that had no block in use in them.
     pub seized: u64,
 }
@@ -313,6 +328,10 @@ struct State {
     prefixes: prefix::Prefixes,
     next_window: u64,
     windows: BTreeMap<u64, window::Hold>,
+    /// Extents that the pool was to have.
+    wanted_extents: u32,
+    /// Whom the descriptor of each extent went to last.
+    last_granted: BTreeMap<ExtentId, LastGranted>,
     counters: Counters,
 }
 
@@ -342,13 +361,13 @@ pub struct Broker {
     reason: String,
     policy: Policy,
     instance: u64,
-    wanted_extents: u32,
     state: State,
     buffers: BTreeMap<ExtentId, Arc<Buffer>>,
     outbox: VecDeque<Output>,
     jobs: VecDeque<Job>,
     waiting: BTreeMap<ClientId, Waiting>,
-    asked_back: BTreeSet<ExtentId>,
+    asked_back: BTreeMap<ExtentId, consent::Asked>,
+    absent: quarantine::Absent,
     windows: window::Windows,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
@@ -359,7 +378,7 @@ pub struct Broker {
 
 impl Broker {
     /// Takes `extents` extents of `extent_bytes` bytes from `heap`, at least `least` of them. Fewer than wanted is said
-    /// in the log and in the status.
+    /// in the log and in the status, and the rest is asked for again from time to time.
     pub fn new(
         heap: Arc<dyn Heap>,
         extent_bytes: u64,
@@ -368,7 +387,7 @@ impl Broker {
         policy: Policy,
     ) -> Result<Self, HeapError> {
         let mut broker = Broker::empty(heap, extent_bytes, policy);
-        broker.wanted_extents = extents;
+        broker.state.wanted_extents = extents;
         for taken in 0..extents {
             match broker.heap.allocate(extent_bytes) {
                 Ok(buffer) => broker.take_in(buffer),
@@ -379,6 +398,7 @@ impl Broker {
                 }
             }
         }
+        broker.look_for_missing();
         Ok(broker)
     }
 
@@ -394,6 +414,8 @@ impl Broker {
             prefixes: prefix::Prefixes::default(),
             next_window: 1,
             windows: BTreeMap::new(),
+            wanted_extents: 0,
+            last_granted: BTreeMap::new(),
             counters: Counters::default(),
         };
         Broker {
@@ -401,13 +423,13 @@ impl Broker {
             reason: String::new(),
             policy,
             instance: fresh_instance(),
-            wanted_extents: 0,
             state,
             buffers: BTreeMap::new(),
             outbox: VecDeque::new(),
             jobs: VecDeque::new(),
             waiting: BTreeMap::new(),
-            asked_back: BTreeSet::new(),
+            asked_back: BTreeMap::new(),
+            absent: quarantine::Absent::new(),
             windows: window::Windows::default(),
             fresh_descriptors: BTreeSet::new(),
             next_ticket: 1,
@@ -472,7 +494,6 @@ impl Broker {
         }
         for extent in self.state.pool.held_by(id) {
             self.state.pool.remove_holder(extent, id);
-            self.asked_back.remove(&extent);
         }
         let used = |f: &FormatId| {
             self.state.clients.values().any(|c| c.formats.contains(f))
@@ -525,6 +546,7 @@ impl Broker {
         self.state.counters.requests += 1;
         let mut message = Writer::start(verb as u16 | wire::REPLY, 0, sequence, reply.session);
         message.put(reply.body.body());
+        self.note_granted(client, &reply.extents);
         let buffers = reply.extents.iter().filter_map(|e| self.buffers.get(e).cloned()).collect();
         let (message, descriptors) = (message.finish(), reply.descriptors);
         let output = Output { to: client, message, buffers, descriptors, last: false };
@@ -601,20 +623,8 @@ impl Broker {
         match done {
             Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
             Done::Window { ticket, result } => self.window_made(ticket, result),
-            Done::Renewed { extent, result } => {
-                let renewed = match result {
-                    Ok(buffer) => Some(buffer),
-                    Err(e) => {
-                        log::warn!("the pool has one extent less: {e}");
-                        None
-                    }
-                };
-                self.state.counters.renewed += u64::from(renewed.is_some());
-                if let Some(id) = self.state.pool.end_renewal(extent, renewed.is_some()) {
-                    self.buffers.insert(id, Arc::new(renewed.expect("there is a new extent")));
-                }
-                self.retry();
-            }
+            Done::Renewed { extent, result } => self.renewed(extent, result),
+            Done::Allocated(result) => self.allocated(result),
         }
         self.settle();
     }
@@ -662,6 +672,7 @@ impl Broker {
         self.let_go_of_devices();
         while let Some(extent) = self.state.pool.begin_renewal() {
             let (old, bytes) = (self.buffers.remove(&extent), self.state.pool.extent_bytes());
+            self.asked_back.remove(&extent);
             self.jobs.push_back(Job::Renew { extent, old, bytes });
         }
         if cfg!(debug_assertions) {
@@ -733,10 +744,18 @@ impl Broker {
                 other => return Err(format!("the prefix index names {block}: {other:?}, pinned {pinned}")),
             }
         }
-        if self.buffers.len() != pool.extents().len() - pool.renewing() as usize {
+        let absent = (pool.renewing() + pool.quarantined()) as usize;
+        if self.buffers.len() + absent != pool.extents().len() {
             return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
         }
-        Ok(())
+        if (self.kept_extents() as u32) < pool.quarantined() || self.kept_extents() > absent {
+            return Err(format!(
+                "{} buffers kept, {} in quarantine",
+                self.kept_extents(),
+                pool.quarantined()
+            ));
+        }
+        self.check_consent()
     }
 
     fn client(&self, id: ClientId) -> &Client {

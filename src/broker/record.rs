@@ -50,8 +50,8 @@ impl Broker {
         out
     }
 
-    /// The broker that wrote `record`, over the buffers that it had then. Extents that were being renewed need none:
-    /// that is begun anew. What was on its way to clients is not in a record, nor are requests that waited.
+    /// The broker that wrote `record`, over the buffers that it had then. Extents that were being renewed need none, nor
+    /// those in quarantine whose buffer the worker had: that is begun anew. What was on its way to clients is not in a record, nor are requests that waited.
     pub fn from_record(
         record: &[u8],
         heap: Arc<dyn Heap>,
@@ -61,18 +61,20 @@ impl Broker {
         let mut state = read(record)?;
         state.pool.renew_again();
         let mut broker = Broker::empty(heap, state.pool.extent_bytes(), policy);
-        broker.wanted_extents = state.pool.extents().len() as u32;
         broker.buffers = buffers.into_iter().map(|(id, buffer)| (id, Arc::new(buffer))).collect();
         let extents = state.pool.extents();
         broker.buffers.retain(|id, _| extents.contains_key(id));
         let missing = |(id, e): (&ExtentId, &crate::pool::Extent)| {
-            (e.usage != crate::pool::Use::Dirty && !broker.buffers.contains_key(id)).then_some(*id)
+            let needs_none = matches!(e.usage, crate::pool::Use::Dirty | crate::pool::Use::Quarantined);
+            (!needs_none && !broker.buffers.contains_key(id)).then_some(*id)
         };
         if let Some(id) = extents.iter().find_map(missing) {
             return Err(RecordError::NoBuffer(id));
         }
         broker.windows = super::window::Windows::recalled(&state.windows);
         broker.state = state;
+        broker.forget_requests();
+        broker.take_up_quarantine();
         broker.settle();
         Ok(broker)
     }

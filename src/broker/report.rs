@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Broker, Counters};
+use super::{Broker, Counters, LastGranted, QuarantineReport};
 use crate::heap::Backend;
 use crate::pool::{Block, Use};
 
@@ -24,12 +24,27 @@ pub struct PoolReport {
     pub extents: u32,
     /// Extents that it was to take.
     pub extents_wanted: u32,
+    /// Extents that the kernel had no memory for: asked for again from time to time.
+    pub extents_missing: u32,
+    /// Extents that somebody holds to whom they do not belong any more.
+    pub quarantined: Vec<QuarantineReport>,
+    /// What the count of a buffer's holders proves on this kernel.
+    pub holder_count: CountReport,
     /// The kind of memory.
     pub backend: Backend,
     /// The heap's name.
     pub heap: String,
     /// Why this one.
     pub reason: String,
+}
+
+/// What the count of a buffer's holders proves.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct CountReport {
+    /// A count of 1 proves that nobody else reaches the buffer.
+    pub proven: bool,
+    /// How that is known, and what follows from it.
+    pub text: String,
 }
 
 /// A geometry in use.
@@ -123,8 +138,12 @@ pub struct ExtentReport {
     /// Clients that have its descriptor.
     pub holders: u32,
     /// One letter per slot: `.` free, `c` credit, `p` private, `s` shared, `P` pinned; for an extent of no tenant `-`
-    /// clean, `~` about to be renewed.
+    /// clean, `~` about to be renewed, `!` in quarantine.
     pub slots: String,
+    /// It is asked back: no block of it is granted.
+    pub asked_back: bool,
+    /// For an extent in quarantine: whom it was granted to last.
+    pub last_granted: Option<LastGranted>,
 }
 
 /// `kvbctl map`.
@@ -166,7 +185,13 @@ impl Broker {
                 bytes: state.pool.ledger().total(),
                 extent_bytes,
                 extents: state.pool.extents().len() as u32,
-                extents_wanted: self.wanted_extents,
+                extents_wanted: state.wanted_extents,
+                extents_missing: self.missing_extents(),
+                quarantined: self.quarantined(),
+                holder_count: CountReport {
+                    proven: self.heap.proof().is_proven(),
+                    text: self.heap.proof().to_string(),
+                },
                 backend: self.heap.backend(),
                 heap: self.heap.name(),
                 reason: self.reason.clone(),
@@ -221,7 +246,13 @@ impl Broker {
             extent: id.0,
             uid: e.owned().map(|o| o.tenant.0),
             holders: e.holders.len() as u32,
+            asked_back: e.owned().is_some_and(|o| o.wanted_back),
+            last_granted: match e.usage {
+                Use::Quarantined => self.state.last_granted.get(id).cloned(),
+                _ => None,
+            },
             slots: match &e.usage {
+                Use::Quarantined => "!".into(),
                 Use::Clean => "-".into(),
                 Use::Dirty | Use::Renewing => "~".into(),
                 Use::Owned(o) => o.slots.iter().map(|s| letter(s.block)).collect(),

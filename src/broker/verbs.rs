@@ -80,7 +80,8 @@ impl Broker {
             tenant: c.tenant.0.into(),
             instance: self.instance.into(),
             extent_bytes: self.state.pool.extent_bytes().into(),
-            extents: (self.state.pool.extents().len() as u32).into(),
+            // Those that are missing may come yet: the client makes room for them.
+            extents: self.state.wanted_extents.max(self.state.pool.extents().len() as u32).into(),
             page_bytes: (crate::map::page_bytes() as u32).into(),
             backend: self.heap.backend().code().into(),
             reserved: 0.into(),
@@ -498,7 +499,7 @@ impl Broker {
     fn return_extent(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
         let extent = ExtentId(r.one::<wire::ReturnExtent>()?.extent.get());
         r.end()?;
-        if !self.state.pool.is_holder(extent, client) {
+        if !self.state.pool.may_hold(extent, client) {
             return Err(Refused::new(Fault::Stale, format!("{extent} is not on this connection")));
         }
         let in_table =
@@ -508,7 +509,6 @@ impl Broker {
             return Err(Refused::bad(format!("{extent} has blocks of this connection in use")));
         }
         self.state.pool.remove_holder(extent, client);
-        self.asked_back.remove(&extent);
         empty()
     }
 

@@ -204,7 +204,7 @@ struct Count(fn(BorrowedFd<'_>) -> Option<u64>);
 impl Default for Count {
     fn default() -> Self {
         // What the kernel does not say is not 1.
-        Count(|fd| crate::heap::references(fd).ok().flatten())
+        Count(crate::heap::references)
     }
 }
 
@@ -478,15 +478,20 @@ impl Broker {
 
     fn make_run(&mut self, wish: &Wish) -> Result<Next, Declined> {
         let backend = self.heap.backend();
-        if backend != Backend::DmaHeap {
+        if !matches!(backend, Backend::DmaHeap | Backend::Udmabuf) {
             let text = format!("extents of a {backend} pool are no dma-bufs, so no device imports them");
             return Err(Declined::new(Fault::BadRequest, text));
         }
-        if wish.auto && self.windows.means.access == Access::Iommu {
+        let access = self.windows.means.access;
+        if wish.auto && access == Access::Iommu {
             return Err(Declined::new(
                 Fault::BadRequest,
                 "the device is driven through iommufd, which takes no dma-bufs",
             ));
+        }
+        if wish.auto && access != Access::Scatter && backend == Backend::Udmabuf {
+            let text = "pages of an extent may be scattered, and pool.device does not say that the device takes that";
+            return Err(Declined::new(Fault::BadRequest, text));
         }
         let spans = wish.spans(0..wish.blocks.len());
         if spans.len() != 1 {

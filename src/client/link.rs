@@ -103,6 +103,7 @@ impl Inside {
             self.broker.recheck_windows();
         }
         let heap: Arc<dyn Heap> = self.broker.heap();
+        self.broker.tick(Instant::now());
         loop {
             for job in self.broker.jobs() {
                 let done = job.run(&*heap);

@@ -44,10 +44,10 @@ pub enum DeviceAccess {
     None,
     /// It must have physically contiguous memory.
     Contiguous,
-    /// Its driver imports dma-bufs, behind an IOMMU of the kernel's: scattered pages are fine.
-    Scatter,
-    /// It is driven from user space, behind an IOMMU that iommufd serves.
+    /// It is behind an IOMMU and imports dma-bufs, whose pages may be scattered.
     Iommu,
+    /// It is driven from user space, through VFIO and iommufd.
+    Vfio,
 }
 
 /// The device that reads windows, beside how it reaches memory.
@@ -93,6 +93,8 @@ pub enum BackendChoice {
     Auto,
     /// A heap under /dev/dma_heap.
     DmaHeap,
+    /// dma-bufs that /dev/udmabuf makes of memfds.
+    Udmabuf,
     /// Sealed memfds.
     Memfd,
 }
@@ -359,9 +361,9 @@ impl Config {
                 "pool.minimum = {least} is more than the pool of {size}"
             )));
         }
-        if file.pool.device == DeviceAccess::Iommu && file.device.node.is_none() {
+        if file.pool.device == DeviceAccess::Vfio && file.device.node.is_none() {
             return Err(ConfigError::Value(
-                "pool.device = \"iommu\" needs device.node, such as \"/dev/vfio/devices/vfio0\" (scripts/npu-bind prints it)".into(),
+                "pool.device = \"vfio\" needs device.node, such as \"/dev/vfio/devices/vfio0\" (scripts/npu-bind prints it)".into(),
             ));
         }
         if !(20..=64).contains(&file.device.address_bits) {
@@ -589,7 +591,7 @@ mod tests {
         assert!(read("[pool]\nsize = \"256\"\n").unwrap_err().contains("without unit"));
         assert!(read("[pool]\nsize = 256\n").unwrap_err().contains("line 2"));
         assert!(read("[pool]\nbackend = \"vram\"\n").unwrap_err().contains("vram"));
-        assert!(read("[pool]\ndevice = \"iommu\"\n").unwrap_err().contains("needs device.node"));
+        assert!(read("[pool]\ndevice = \"vfio\"\n").unwrap_err().contains("needs device.node"));
         assert!(read("[device]\naddress-bits = 8\n").unwrap_err().contains("20 to 64"));
         assert!(read("[device]\nstaging = \"9M\"\n").unwrap_err().contains("more than device.staging-total"));
         assert!(read("[socket]\nmode = \"rw\"\n").unwrap_err().contains("octal"));

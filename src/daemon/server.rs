@@ -157,6 +157,7 @@ impl Server {
                 }
             }
             self.unchecked |= count > 0;
+            self.broker.tick(Instant::now());
             for event in &events[..count] {
                 match Token::unpack(event.data()) {
                     Some(Token::Signal) if self.asked_to_stop() => return self.stop(),
@@ -190,8 +191,10 @@ impl Server {
         let watchdog = self.watchdog.map(|w| (w / 2).saturating_sub(last_watchdog.elapsed()));
         let breather = (!self.crowded.is_empty()).then_some(BREATHER);
         let pause = self.paused_until.map(|t| t.saturating_duration_since(Instant::now()));
+        // Only while something is in quarantine or missing, or a closed window may still be held.
+        let wake = self.broker.next_wake().map(|t| t.saturating_duration_since(Instant::now()));
         let recheck = self.recheck_at.map(|t| t.saturating_duration_since(Instant::now()));
-        let soonest = [watchdog, breather, pause, recheck].into_iter().flatten().min();
+        let soonest = [watchdog, breather, pause, wake, recheck].into_iter().flatten().min();
         let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
         soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
     }

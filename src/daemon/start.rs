@@ -19,13 +19,12 @@ use super::listener::{ListenError, Listener};
 use super::server::Server;
 use super::worker::Worker;
 use crate::broker::Broker;
-use crate::heap::{DmaHeap, Heap, HeapError, Memfd};
+use crate::heap::{Backend, DmaHeap, Heap, HeapError, Memfd, UDMABUF_DEVICE, Udmabuf, UdmabufLimits};
 use crate::map::page_bytes;
 use crate::packing::{Extents, PackingError, Placement, block_sizes};
 use crate::size::Size;
 use crate::window::iommu::{Device, IommuError};
-use crate::window::udmabuf::Udmabuf;
-use crate::window::{Access, Means, StagingMeans};
+use crate::window::{Access, Means, StagingMeans, udmabuf};
 
 /// Why the daemon does not serve.
 #[derive(Debug, Error)]
@@ -49,29 +48,51 @@ pub enum StartError {
     Io(#[from] io::Error),
 }
 
+/// The kinds of memory that a pool can be made of.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Kind {
+    DmaHeap,
+    Udmabuf,
+    Memfd,
+}
+
+/// Which kind, and why: what is configured, else by who reads the memory.
+fn kind(config: &Config) -> (Kind, &'static str) {
+    match (config.backend, config.device) {
+        (BackendChoice::DmaHeap, _) => (Kind::DmaHeap, "configured"),
+        (BackendChoice::Udmabuf, _) => (Kind::Udmabuf, "configured"),
+        (BackendChoice::Memfd, _) => (Kind::Memfd, "configured"),
+        (BackendChoice::Auto, DeviceAccess::Contiguous) => {
+            (Kind::DmaHeap, "a device reads the pool and cannot scatter")
+        }
+        (BackendChoice::Auto, DeviceAccess::Iommu) => {
+            (Kind::Udmabuf, "a device behind an IOMMU reads the pool")
+        }
+        (BackendChoice::Auto, DeviceAccess::Vfio) => {
+            (Kind::Memfd, "a device that user space drives reads the pool through iommufd")
+        }
+        (BackendChoice::Auto, DeviceAccess::None) if config.heap.is_some() => {
+            (Kind::DmaHeap, "a heap is named")
+        }
+        (BackendChoice::Auto, DeviceAccess::None) => (Kind::Memfd, "no device reads the pool"),
+    }
+}
+
 /// The heap, and why it is this one.
 fn choose_heap(config: &Config) -> Result<(Arc<dyn Heap>, String), StartError> {
-    let (use_dma, why) = match (config.backend, config.device) {
-        (BackendChoice::DmaHeap, _) => (true, "configured"),
-        (BackendChoice::Memfd, _) => (false, "configured"),
-        (BackendChoice::Auto, DeviceAccess::Contiguous) => {
-            (true, "a device reads the pool and cannot scatter")
+    let (kind, why) = kind(config);
+    match kind {
+        Kind::DmaHeap => {
+            let directory = &config.heap_directory;
+            let path = match &config.heap {
+                Some(heap) => directory.join(heap),
+                None => DmaHeap::find(directory)
+                    .ok_or_else(|| StartError::NoHeap { directory: directory.clone() })?,
+            };
+            return Ok((Arc::new(DmaHeap::open(&path)?), why.into()));
         }
-        (BackendChoice::Auto, DeviceAccess::Scatter | DeviceAccess::Iommu) => {
-            (false, "the device reaches scattered memory through its IOMMU")
-        }
-        (BackendChoice::Auto, DeviceAccess::None) if config.heap.is_some() => (true, "a heap is named"),
-        (BackendChoice::Auto, DeviceAccess::None) => (false, "no device reads the pool"),
-    };
-    if use_dma {
-        let directory = &config.heap_directory;
-        let path = match &config.heap {
-            Some(heap) => directory.join(heap),
-            None => {
-                DmaHeap::find(directory).ok_or_else(|| StartError::NoHeap { directory: directory.clone() })?
-            }
-        };
-        return Ok((Arc::new(DmaHeap::open(&path)?), why.into()));
+        Kind::Udmabuf => return Ok((Arc::new(Udmabuf::open(UDMABUF_DEVICE.as_ref())?), why.into())),
+        Kind::Memfd => {}
     }
     if config.lock {
         // One page shows whether the limit lets anything be locked at all.
@@ -95,10 +116,10 @@ fn means(config: &Config) -> Result<Means, StartError> {
         access: match config.device {
             DeviceAccess::None => Access::Unknown,
             DeviceAccess::Contiguous => Access::Contiguous,
-            DeviceAccess::Scatter => Access::Scatter,
-            DeviceAccess::Iommu => Access::Iommu,
+            DeviceAccess::Iommu => Access::Scatter,
+            DeviceAccess::Vfio => Access::Iommu,
         },
-        udmabuf: Udmabuf::open(&device.udmabuf).map(Arc::new).map_err(|e| e.to_string()),
+        udmabuf: udmabuf::Udmabuf::open(&device.udmabuf).map(Arc::new).map_err(|e| e.to_string()),
         iommu,
         staging: staging(config),
     })
@@ -170,7 +191,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let (heap, why) = choose_heap(config)?;
     let page = page_bytes() as u64;
     let placement = match heap.backend() {
-        crate::heap::Backend::DmaHeap => Placement::cma(page, config.cma_alignment_order)?,
+        Backend::DmaHeap => Placement::cma(page, config.cma_alignment_order)?,
         _ => Placement::pages(page)?,
     };
     // Extents are cut as for CMA also where memory is scattered: the sizes are good ones, and the same everywhere.
@@ -178,10 +199,19 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let blocks = block_sizes(&config.profiles);
     let cut = Extents::choose(config.pool_bytes, config.extent, &blocks, cma)?;
     let extents = Extents::of(config.pool_bytes, cut.bytes, placement)?;
+    // Said before any memory is taken; without the figure the kernel itself refuses.
+    if let Some(limit) = UdmabufLimits::read().filter(|_| heap.backend() == Backend::Udmabuf) {
+        if extents.bytes > limit.bytes {
+            let (heap, bytes, limit) = (heap.name(), extents.bytes, limit.bytes);
+            return Err(HeapError::TooLarge { heap, bytes, limit }.into());
+        }
+    }
     let least = config.minimum_bytes.div_ceil(extents.bytes).max(1);
     let as_count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
     let mut policy = config.policy(extents.bytes, cut.one_block);
-    let most = connections_within_open_files(extents.count);
+    // A udmabuf comes with the memfd that it is made of.
+    let descriptors = if heap.backend() == Backend::Udmabuf { 2 } else { 1 } * extents.count;
+    let most = connections_within_open_files(descriptors);
     if policy.connections > most {
         log::warn!(
             "limits.connections = {} is more than LimitNOFILE lets: {most} connections are served",
@@ -189,7 +219,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         );
         policy.connections = most;
     }
-    let left = windows_within_open_files(extents.count, policy.connections);
+    let left = windows_within_open_files(descriptors, policy.connections);
     if policy.windows > left {
         log::info!(
             "limits.windows = {} is more than LimitNOFILE lets: {left} windows are served",
@@ -214,6 +244,9 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let watchdog = sd_notify::watchdog_enabled().filter(|d| *d > Duration::ZERO);
     let server = Server::new(broker, worker, clients, admin, signals, per_tenant, watchdog)?;
     log::info!("ready: {said}");
+    if status.pool.backend == Backend::DmaHeap {
+        log::info!("count of an extent's holders: {}", status.pool.holder_count.text);
+    }
     let states = [sd_notify::NotifyState::Ready, sd_notify::NotifyState::Status(&said)];
     if let Err(e) = sd_notify::notify(&states) {
         log::warn!("systemd could not be told: {e}");
@@ -223,22 +256,22 @@ pub fn run(config: &Config) -> Result<(), StartError> {
 
 /// How many connections leave enough descriptors for everything else: an extent that could not be renewed for want of
 /// one would be lost to the pool. A connection takes its socket and its process.
-fn connections_within_open_files(extents: u64) -> u32 {
-    u32::try_from(open_files_beside(extents) / 2).unwrap_or(u32::MAX)
+fn connections_within_open_files(extent_descriptors: u64) -> u32 {
+    u32::try_from(open_files_beside(extent_descriptors) / 2).unwrap_or(u32::MAX)
 }
 
 /// How many windows are left then: each may take one.
-fn windows_within_open_files(extents: u64, connections: u32) -> u32 {
-    let left = open_files_beside(extents).saturating_sub(2 * u64::from(connections));
+fn windows_within_open_files(extent_descriptors: u64, connections: u32) -> u32 {
+    let left = open_files_beside(extent_descriptors).saturating_sub(2 * u64::from(connections));
     u32::try_from(left).unwrap_or(u32::MAX)
 }
 
 /// Descriptors beside extents and what the daemon itself needs.
-fn open_files_beside(extents: u64) -> u64 {
+fn open_files_beside(extent_descriptors: u64) -> u64 {
     use nix::sys::resource::{Resource, getrlimit};
     const OWN: u64 = 48;
     let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
-    limit.saturating_sub(extents + OWN)
+    limit.saturating_sub(extent_descriptors + OWN)
 }
 
 /// Descriptors in unread messages count against this process: as many as the hard limit lets.

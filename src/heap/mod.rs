@@ -6,20 +6,30 @@
 
 #[cfg(feature = "daemon")]
 mod dma;
+#[cfg_attr(not(feature = "daemon"), allow(dead_code))]
+mod holders;
 mod memfd;
+#[cfg_attr(not(feature = "daemon"), allow(dead_code))]
+mod probe;
+#[cfg(feature = "daemon")]
+mod udmabuf;
 
 use std::fmt;
 use std::io;
 use std::ops::Range;
-use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd};
-use std::sync::OnceLock;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::{Arc, OnceLock};
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 #[cfg(feature = "daemon")]
 pub use dma::DmaHeap;
+pub use holders::Held;
 pub use memfd::Memfd;
+pub use probe::Proof;
+#[cfg(feature = "daemon")]
+pub use udmabuf::{DEVICE as UDMABUF_DEVICE, Limits as UdmabufLimits, Udmabuf};
 
 use crate::map::SharedMap;
 
@@ -33,6 +43,8 @@ pub enum Backend {
     Memfd,
     /// No memory at all: for simulations, and for tests of what decides without touching.
     Imaginary,
+    /// dma-bufs that `/dev/udmabuf` makes of memfds.
+    Udmabuf,
 }
 
 impl Backend {
@@ -42,12 +54,14 @@ impl Backend {
             Backend::DmaHeap => 1,
             Backend::Memfd => 2,
             Backend::Imaginary => 3,
+            Backend::Udmabuf => 4,
         }
     }
 
     /// The backend that a number of the protocol means.
     pub fn from_code(code: u32) -> Option<Self> {
-        [Backend::DmaHeap, Backend::Memfd, Backend::Imaginary].into_iter().find(|b| b.code() == code)
+        let all = [Backend::DmaHeap, Backend::Memfd, Backend::Imaginary, Backend::Udmabuf];
+        all.into_iter().find(|b| b.code() == code)
     }
 }
 
@@ -57,6 +71,7 @@ impl fmt::Display for Backend {
             Backend::DmaHeap => "dma-heap",
             Backend::Memfd => "memfd",
             Backend::Imaginary => "imaginary",
+            Backend::Udmabuf => "udmabuf",
         })
     }
 }
@@ -71,6 +86,20 @@ pub enum HeapError {
         "{path}: opening the heap is not permitted; run the broker as a user of the device's group (udev/60-kvbroker.rules gives it to group kvbroker)"
     )]
     Forbidden { path: String },
+    #[error(
+        "{path}: opening it is not permitted; put the broker's user into the device's group (kvm on Debian), and let its unit see the device"
+    )]
+    ForbiddenUdmabuf { path: String },
+    #[error("{path}: it is no heap: it gives no memory; name the right one with pool.heap")]
+    NoHeap { path: String },
+    #[error(
+        "{heap}: an extent of {bytes} bytes is more than the {limit} that the kernel lets one udmabuf have; raise size_limit_mb of the module udmabuf, or make pool.extent smaller"
+    )]
+    TooLarge { heap: String, bytes: u64, limit: u64 },
+    #[error(
+        "{heap}: the kernel refuses to allocate {bytes} bytes ({source}): it is older than this heap's interface, or the size is none that it knows"
+    )]
+    Refused { heap: String, bytes: u64, source: io::Error },
     #[error("{path}: {source}")]
     Open { path: String, source: io::Error },
     #[error("{heap}: no memory for a buffer of {bytes} bytes ({source}); {advice}")]
@@ -89,12 +118,53 @@ pub trait Heap: Send + Sync + fmt::Debug {
     fn allocate(&self, bytes: u64) -> Result<Buffer, HeapError>;
     /// Whether dropping a buffer cuts off whoever still has it: then an idle extent can be taken without asking.
     fn revokes(&self) -> bool;
+
+    /// Makes of a buffer that was somebody's one that nobody has ever seen: by whatever this heap can prove.
+    fn renew(&self, old: Arc<Buffer>) -> Renewal {
+        let bytes = old.bytes();
+        old.revoke();
+        drop(old);
+        Renewal::of(self.allocate(bytes))
+    }
+
+    /// What is known about the count of its buffers' holders.
+    fn proof(&self) -> Proof {
+        Proof::NotNeeded
+    }
+}
+
+/// What became of a buffer that was to be renewed.
+#[derive(Debug)]
+pub enum Renewal {
+    /// Here is one that nobody has ever seen, or whose every holder is proven gone, and that reads as zero.
+    Ready {
+        /// It.
+        buffer: Buffer,
+        /// The same memory, scrubbed.
+        reused: bool,
+    },
+    /// Somebody else holds the old one still; nothing has been done to it.
+    Held(Held),
+    /// The old one is gone, and there is no new one.
+    Missing(HeapError),
+}
+
+impl Renewal {
+    /// Of a buffer allocated anew.
+    pub(crate) fn of(allocated: Result<Buffer, HeapError>) -> Self {
+        match allocated {
+            Ok(buffer) => Renewal::Ready { buffer, reused: false },
+            Err(e) => Renewal::Missing(e),
+        }
+    }
 }
 
 /// One kernel buffer. Dropping it closes the broker's descriptor; a memfd is emptied first.
 #[derive(Debug)]
 pub struct Buffer {
     fd: Option<OwnedFd>,
+    /// What a udmabuf is made of.
+    backing: Option<OwnedFd>,
     bytes: u64,
     backend: Backend,
     map: OnceLock<SharedMap>,
@@ -102,7 +172,7 @@ pub struct Buffer {
 
 impl Buffer {
     fn new(fd: OwnedFd, bytes: u64, backend: Backend) -> Self {
-        Buffer { fd: Some(fd), bytes, backend, map: OnceLock::new() }
+        Buffer { fd: Some(fd), backing: None, bytes, backend, map: OnceLock::new() }
     }
 
     /// Its descriptor; `None` for an imaginary one.
@@ -115,15 +185,19 @@ impl Buffer {
         self.bytes
     }
 
-    /// Its descriptor if it is a memfd, of whose pages the kernel makes windows.
+    /// The memfd that it is, or that it is made of: of its pages the kernel makes windows. Not to be handed out.
     pub fn memfd(&self) -> Option<BorrowedFd<'_>> {
-        self.fd().filter(|_| self.backend == Backend::Memfd)
+        match self.backend {
+            Backend::Memfd => self.fd(),
+            Backend::Udmabuf => self.backing.as_ref().map(AsFd::as_fd),
+            Backend::DmaHeap | Backend::Imaginary => None,
+        }
     }
 
     /// Whether nobody else has a descriptor or a mapping of it, or imports it: provable for dma-bufs only.
     pub fn is_only_ours(&self) -> bool {
         let own = 1 + u64::from(self.map.get().is_some());
-        self.fd().and_then(|fd| references(fd).ok().flatten()) == Some(own)
+        self.fd().and_then(references) == Some(own)
     }
 
     fn map(&self) -> io::Result<Option<&SharedMap>> {
@@ -135,16 +209,45 @@ impl Buffer {
         Ok(Some(self.map.get_or_init(|| map)))
     }
 
+    fn unmap(&mut self) {
+        self.map.take();
+    }
+
+    /// The descriptor alone, for another kind of buffer to be made of it. Nothing is emptied.
+    #[cfg(feature = "daemon")]
+    fn into_fd(mut self) -> OwnedFd {
+        self.unmap();
+        self.fd.take().expect("made of a descriptor")
+    }
+
+    /// Cuts off whoever has it, where the kernel can: the broker itself may still have a message that names it.
+    fn revoke(&self) {
+        if self.backend == Backend::Memfd {
+            if let Some(fd) = &self.fd {
+                self.punch(fd);
+            }
+        }
+    }
+
+    fn punch(&self, memfd: &OwnedFd) {
+        if let Err(e) = memfd::punch(memfd.as_fd(), self.bytes) {
+            log::warn!("a memfd of {} bytes could not be emptied: {e}", self.bytes);
+        }
+    }
+
     /// Writes zeros over `range`. For a dma-buf the CPU's caches are written back after it, so that no line of zeros
     /// lands later on what the next owner wrote.
     pub fn zero(&self, range: Range<u64>) -> io::Result<()> {
         let Some(map) = self.map()? else { return Ok(()) };
+        #[cfg(feature = "daemon")]
+        if self.backend == Backend::Udmabuf {
+            // udmabuf knows no end without a beginning.
+            self.fd().map_or(Ok(()), dma::begin_cpu_write)?;
+        }
         map.zero(range.start as usize..range.end as usize);
         #[cfg(feature = "daemon")]
-        if self.backend == Backend::DmaHeap {
-            if let Some(fd) = self.fd() {
-                dma::end_cpu_write(fd)?;
-            }
+        if matches!(self.backend, Backend::DmaHeap | Backend::Udmabuf) {
+            self.fd().map_or(Ok(()), dma::end_cpu_write)?;
         }
         Ok(())
     }
@@ -153,22 +256,19 @@ impl Buffer {
 impl Drop for Buffer {
     fn drop(&mut self) {
         // Unmapped first: a mapping would keep pages that the punch is to give back.
-        self.map.take();
-        if self.backend == Backend::Memfd {
-            if let Some(fd) = &self.fd {
-                if let Err(e) = memfd::punch(fd.as_fd(), self.bytes) {
-                    log::warn!("a memfd of {} bytes could not be emptied: {e}", self.bytes);
-                }
-            }
+        self.unmap();
+        self.revoke();
+        if let Some(memfd) = self.backing.take() {
+            // The dma-buf first, for the same reason.
+            self.fd.take();
+            self.punch(&memfd);
         }
     }
 }
 
 /// References to a dma-buf: descriptors, also in flight, mappings, imports. `None` for what is no dma-buf.
-pub fn references(fd: BorrowedFd<'_>) -> io::Result<Option<u64>> {
-    let text = std::fs::read_to_string(format!("/proc/self/fdinfo/{}", fd.as_raw_fd()))?;
-    let count = text.lines().find_map(|l| l.strip_prefix("count:"));
-    Ok(count.and_then(|c| c.trim().parse().ok()))
+pub fn references(fd: BorrowedFd<'_>) -> Option<u64> {
+    holders::count(fd).ok()
 }
 
 /// A heap without memory: its buffers have a size and nothing else.
@@ -185,7 +285,7 @@ impl Heap for Imaginary {
     }
 
     fn allocate(&self, bytes: u64) -> Result<Buffer, HeapError> {
-        Ok(Buffer { fd: None, bytes, backend: Backend::Imaginary, map: OnceLock::new() })
+        Ok(Buffer { fd: None, backing: None, bytes, backend: Backend::Imaginary, map: OnceLock::new() })
     }
 
     fn revokes(&self) -> bool {

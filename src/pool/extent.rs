@@ -1,7 +1,7 @@
 //! One extent: who owns it, how it is cut into slots, and what is in each slot.
 //!
 //! Owns the slots. Invariants: an extent has an owner exactly while it is cut into slots; its count of free slots is
-//! the number of slots that are free; a slot's generation only grows, also when the extent is cut anew.
+//! the number of slots that are free; an extent that is wanted back has only free slots; a slot's generation only grows, also when the extent is cut anew.
 
 use std::collections::BTreeSet;
 
@@ -68,6 +68,15 @@ pub struct Owned {
     pub slots: Vec<Slot>,
     /// How many of them are free.
     pub free: u32,
+    /// Its holders have been asked to give it back: no block of it is granted meanwhile.
+    pub wanted_back: bool,
+}
+
+impl Owned {
+    /// Whether blocks of it can be granted.
+    pub(super) fn is_open(&self) -> bool {
+        self.free > 0 && !self.wanted_back
+    }
 }
 
 /// What an extent is used for.
@@ -79,6 +88,8 @@ pub enum Use {
     Dirty,
     /// Being renewed by the worker.
     Renewing,
+    /// It was somebody's, and somebody still holds it: it is nobody's until that has ended.
+    Quarantined,
     /// Cut into blocks of a tenant.
     Owned(Owned),
 }
@@ -90,6 +101,9 @@ pub struct Extent {
     pub usage: Use,
     /// The clients that have its descriptor.
     pub holders: BTreeSet<ClientId>,
+    /// Of these, the ones that were told to close it and have not said that they did: with their next block of it they get
+    /// the descriptor again.
+    pub told: BTreeSet<ClientId>,
     /// No slot of this extent has had a higher generation.
     pub last_generation: u64,
 }
@@ -97,7 +111,7 @@ pub struct Extent {
 impl Extent {
     /// An extent that nobody has seen.
     pub fn clean() -> Self {
-        Extent { usage: Use::Clean, holders: BTreeSet::new(), last_generation: 0 }
+        Extent { usage: Use::Clean, holders: BTreeSet::new(), told: BTreeSet::new(), last_generation: 0 }
     }
 
     /// The owner's part.

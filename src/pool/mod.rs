@@ -88,6 +88,7 @@ pub struct Pool {
     clean: BTreeSet<ExtentId>,
     dirty: BTreeSet<ExtentId>,
     renewing: u32,
+    quarantined: u32,
     open: Open,
     free_places: BTreeMap<(Tenant, FormatId), u64>,
     tenant_extents: BTreeMap<Tenant, u32>,
@@ -129,6 +130,7 @@ impl Pool {
             clean: BTreeSet::new(),
             dirty: BTreeSet::new(),
             renewing: 0,
+            quarantined: 0,
             open: Open::new(),
             free_places: BTreeMap::new(),
             tenant_extents: BTreeMap::new(),
@@ -181,14 +183,21 @@ impl Pool {
         self.extents.get(&place.extent)?.owned()?.slots.get(place.slot as usize)
     }
 
-    /// Whether `client` has the descriptor of `extent`.
+    /// Whether `client` has the descriptor of `extent`, and has not been told to close it.
     pub fn is_holder(&self, extent: ExtentId, client: ClientId) -> bool {
+        self.may_hold(extent, client) && !self.extents[&extent].told.contains(&client)
+    }
+
+    /// Whether `client` has not said yet that it has closed `extent`.
+    pub fn may_hold(&self, extent: ExtentId, client: ClientId) -> bool {
         self.extents.get(&extent).is_some_and(|e| e.holders.contains(&client))
     }
 
     /// Notes that `client` gets the descriptor of `extent`; `false` if it has it already.
     pub fn add_holder(&mut self, extent: ExtentId, client: ClientId) -> bool {
-        let new = self.extents.get_mut(&extent).is_some_and(|e| e.holders.insert(client));
+        let Some(e) = self.extents.get_mut(&extent) else { return false };
+        let again = e.told.remove(&client);
+        let new = e.holders.insert(client) || again;
         if new {
             self.held.entry(client).or_default().insert(extent);
         }
@@ -241,6 +250,7 @@ impl Pool {
             let fits = self.extents.get(&next.extent).and_then(Extent::owned).is_some_and(|o| {
                 o.tenant == tenant
                     && o.format == format
+                    && !o.wanted_back
                     && o.slots.get(next.slot as usize).is_some_and(|s| s.block == Block::Free)
             });
             if fits && (take.new_descriptors > 0 || self.is_holder(next.extent, take.client)) {
@@ -280,6 +290,7 @@ impl Pool {
             home: Some(take.client),
             slots: vec![fresh; cut.slots as usize],
             free: cut.slots,
+            wanted_back: false,
         });
         let bytes = cut.slot_bytes * u64::from(cut.slots);
         self.ledger.transfer(Account::Free, Account::Stranded, bytes);
@@ -294,7 +305,7 @@ impl Pool {
         let owned = self.owned_mut(extent);
         let old = (owned.tenant, owned.format, owned.home);
         owned.home = home;
-        let open = owned.free > 0;
+        let open = owned.is_open();
         if open {
             self.close(old, extent);
             self.open.entry((old.0, old.1, home)).or_default().insert(extent);
@@ -453,6 +464,7 @@ impl Pool {
     pub fn remove_holder(&mut self, extent: ExtentId, client: ClientId) -> Option<ExtentId> {
         let e = self.extents.get_mut(&extent)?;
         e.holders.remove(&client);
+        e.told.remove(&client);
         self.forget_holder(extent, client);
         let e = &self.extents[&extent];
         let home = e.owned().is_some_and(|o| o.home == Some(client));
@@ -474,6 +486,7 @@ impl Pool {
     pub fn seize(&mut self, extent: ExtentId) -> BTreeSet<ClientId> {
         self.disown(extent);
         let e = self.extents.get_mut(&extent).expect("just disowned");
+        e.told.clear();
         let holders = std::mem::take(&mut e.holders);
         for &client in &holders {
             self.forget_holder(extent, client);
@@ -490,18 +503,52 @@ impl Pool {
         let bytes = owned.slot_bytes * owned.slots.len() as u64;
         self.ledger.transfer(Account::Stranded, Account::Free, bytes);
         self.ledger.transfer(Account::Waste, Account::Free, self.extent_bytes - bytes);
-        self.count_free((owned.tenant, owned.format), -(owned.slots.len() as i64));
+        if owned.is_open() {
+            self.count_free((owned.tenant, owned.format), -(owned.slots.len() as i64));
+            self.close((owned.tenant, owned.format, owned.home), extent);
+        }
         let extents = self.tenant_extents.get_mut(&owned.tenant).expect("counted since the cut");
         *extents -= 1;
         if *extents == 0 {
             self.tenant_extents.remove(&owned.tenant);
         }
-        self.close((owned.tenant, owned.format, owned.home), extent);
         self.dirty.insert(extent);
         extent
     }
 
-    /// Extents without a block in use that clients still have, other than `tenant`'s own in `format`: what could be
+    /// The holders of an extent without a block in use are asked for it: until [`let_back`](Self::let_back), or until it
+    /// has come, no block of it is granted. Returns the holders.
+    pub fn want_back(&mut self, extent: ExtentId) -> BTreeSet<ClientId> {
+        let e = self.extents.get_mut(&extent).expect("callers name extents of the pool");
+        e.told = e.holders.clone();
+        let holders = e.holders.clone();
+        let owned = self.owned_mut(extent);
+        assert_eq!(owned.free as usize, owned.slots.len(), "{extent} has a block in use");
+        if owned.is_open() {
+            owned.wanted_back = true;
+            let (key, slots) = ((owned.tenant, owned.format, owned.home), owned.slots.len() as i64);
+            self.count_free((key.0, key.1), -slots);
+            self.close(key, extent);
+        }
+        holders
+    }
+
+    /// It is not wanted back any more: its owner may have blocks of it again.
+    pub fn let_back(&mut self, extent: ExtentId) {
+        let Some(Use::Owned(owned)) = self.extents.get_mut(&extent).map(|e| &mut e.usage) else { return };
+        if std::mem::take(&mut owned.wanted_back) && owned.is_open() {
+            let (key, free) = ((owned.tenant, owned.format, owned.home), i64::from(owned.free));
+            self.count_free((key.0, key.1), free);
+            self.open.entry(key).or_default().insert(extent);
+        }
+    }
+
+    /// Extents that are wanted back.
+    pub fn wanted_back(&self) -> impl Iterator<Item = (ExtentId, &Owned)> {
+        self.extents.iter().filter_map(|(id, e)| Some((*id, e.owned()?))).filter(|(_, o)| o.wanted_back)
+    }
+
+    /// Extents without a block in use that clients still have and are not asked for yet, other than `tenant`'s own in `format`: what could be
     /// asked back, or taken where the kernel can cut a holder off.
     pub fn idle(&self, tenant: Tenant, format: FormatId) -> Vec<ExtentId> {
         let idle = |o: &Owned| o.free as usize == o.slots.len() && (o.tenant, o.format) != (tenant, format);
@@ -538,15 +585,50 @@ impl Pool {
         self.renewing = 0;
     }
 
-    /// The old buffer is gone. `renewed`: there is a new one in its stead, whose id is returned.
-    pub fn end_renewal(&mut self, extent: ExtentId, renewed: bool) -> Option<ExtentId> {
-        match self.extents.get(&extent).map(|e| &e.usage) {
-            Some(Use::Renewing) => {}
-            _ => return None,
+    /// An extent that was to be renewed is still held by somebody. `false` if it is in quarantine already.
+    pub fn quarantine(&mut self, extent: ExtentId) -> bool {
+        match self.extents.get_mut(&extent) {
+            Some(e) if e.usage == Use::Renewing => e.usage = Use::Quarantined,
+            _ => return false,
         }
-        self.extents.remove(&extent);
         self.renewing -= 1;
-        self.ledger[Account::Free] -= self.extent_bytes;
+        self.quarantined += 1;
+        self.ledger.transfer(Account::Free, Account::Quarantined, self.extent_bytes);
+        true
+    }
+
+    /// An extent in quarantine is to be renewed whoever may hold it: its buffer is not the broker's any more.
+    pub fn renew_quarantined(&mut self, extent: ExtentId) {
+        match self.extents.get_mut(&extent) {
+            Some(e) if e.usage == Use::Quarantined => e.usage = Use::Dirty,
+            _ => return,
+        }
+        self.quarantined -= 1;
+        self.dirty.insert(extent);
+        self.ledger.transfer(Account::Quarantined, Account::Free, self.extent_bytes);
+    }
+
+    /// Extents that somebody holds to whom they do not belong.
+    pub fn quarantined(&self) -> u32 {
+        self.quarantined
+    }
+
+    /// The old buffer is gone, out of the worker's hands or out of quarantine. `renewed`: there is a new one in its stead,
+    /// whose id is returned.
+    pub fn end_renewal(&mut self, extent: ExtentId, renewed: bool) -> Option<ExtentId> {
+        let account = match self.extents.get(&extent).map(|e| &e.usage) {
+            Some(Use::Renewing) => {
+                self.renewing -= 1;
+                Account::Free
+            }
+            Some(Use::Quarantined) => {
+                self.quarantined -= 1;
+                Account::Quarantined
+            }
+            _ => return None,
+        };
+        self.extents.remove(&extent);
+        self.ledger[account] -= self.extent_bytes;
         renewed.then(|| self.add())
     }
 
@@ -556,10 +638,12 @@ impl Pool {
         *self = Pool { next: self.next, ..fresh };
         for (&id, e) in &extents {
             let Some(o) = e.owned() else {
-                self.ledger[Account::Free] += self.extent_bytes;
+                let account = if e.usage == Use::Quarantined { Account::Quarantined } else { Account::Free };
+                self.ledger[account] += self.extent_bytes;
                 match e.usage {
                     Use::Clean => _ = self.clean.insert(id),
                     Use::Dirty => _ = self.dirty.insert(id),
+                    Use::Quarantined => self.quarantined += 1,
                     _ => self.renewing += 1,
                 }
                 continue;
@@ -572,7 +656,7 @@ impl Pool {
             for client in &e.holders {
                 self.held.entry(*client).or_default().insert(id);
             }
-            if o.free > 0 {
+            if o.is_open() {
                 self.count_free((o.tenant, o.format), i64::from(o.free));
                 self.open.entry((o.tenant, o.format, o.home)).or_default().insert(id);
             }
@@ -592,7 +676,13 @@ impl Pool {
             return Err(format!("the ledger adds up to {}, the pool is {bytes}", self.ledger.total()));
         }
         for (id, e) in &self.extents {
+            if !e.told.is_subset(&e.holders) {
+                return Err(format!("{id} is wanted from a client that has not got it"));
+            }
             let Some(o) = e.owned() else { continue };
+            if o.wanted_back && o.free as usize != o.slots.len() {
+                return Err(format!("{id} is wanted back and has a block in use"));
+            }
             let free = o.slots.iter().filter(|s| s.block == Block::Free).count();
             if free != o.free as usize {
                 return Err(format!("{id} counts {} free places, it has {free}", o.free));

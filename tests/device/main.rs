@@ -7,12 +7,18 @@
 //! `service` and `sandbox` need the machine with a real systemd (`scripts/vm systemd`): the installed files seen from
 //! outside, and from inside the daemon's unit. Everything else runs in the small machine.
 //!
+//! `isolation` holds what one tenant can still reach of another's memory, and `heaps` what the broker does where heaps are
+//! not as they should be; both run the real daemon (`broker`).
+//!
 //! `kernel` holds what the kernel itself must do for the product's promises to hold. Its assertions are what the
 //! design rests on, so a kernel on which one of them fails is a kernel that the product must treat differently.
 //!
 //! `window`, `vivid` and `npu` run the product's windows over the devices that `kernel` and `iommu` try by themselves.
 
+mod broker;
+mod heaps;
 mod iommu;
+mod isolation;
 mod kernel;
 #[path = "../common/llama.rs"]
 mod llama;

@@ -1,7 +1,7 @@
 //! A device that cannot scatter: the kernel's `vivid` camera with `allocators=1` (the machine's kernel command line), which must
 //! have contiguous memory, as an NPU without an IOMMU has to.
 
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd};
 use std::path::Path;
 use std::sync::Arc;
@@ -46,7 +46,7 @@ impl Camera {
         let node =
             nodes.map(|entry| entry.expect("entry").path()).find(is_it).expect("vivid's capture device");
         let node = Path::new("/dev").join(node.file_name().expect("a name"));
-        Camera(OpenOptions::new().read(true).write(true).open(node).expect("the camera"))
+        Camera(fs::OpenOptions::new().read(true).write(true).open(node).expect("the camera"))
     }
 
     fn call(&self, request: libc::Ioctl, words: &mut [u32]) -> nix::Result<()> {

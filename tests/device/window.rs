@@ -117,7 +117,7 @@ fn descriptors() -> usize {
 }
 
 fn refusal(result: Result<Window, Error>) -> (Option<Fault>, String) {
-    let e = result.err().expect("a refusal");
+    let e = result.expect_err("a refusal");
     (e.fault(), e.to_string())
 }
 

@@ -130,13 +130,22 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
         "pool      {all} in {} extents of {each}, {} ({}: {})",
         pool.extents, pool.backend, pool.heap, pool.reason
     )?;
-    if pool.extents < pool.extents_wanted {
-        let missing = pool.extents_wanted - pool.extents;
+    if pool.backend == kvbroker::heap::Backend::DmaHeap {
+        writeln!(out, "          count of holders: {}", pool.holder_count.text)?;
+    }
+    if pool.extents_missing > 0 {
         writeln!(
             out,
-            "          WARNING: {missing} of {} extents are missing: the kernel had no more memory for them",
-            pool.extents_wanted
+            "          WARNING: {} of {} extents are missing: the kernel had no more memory for them; it is asked again",
+            pool.extents_missing, pool.extents_wanted
         )?;
+    }
+    for q in &pool.quarantined {
+        write!(out, "          WARNING: extent {} is in quarantine, held by {} others", q.extent, q.others)?;
+        match &q.last_granted {
+            Some(l) => writeln!(out, "; last granted to pid {} ({}), tenant {}", l.pid, l.label, l.uid)?,
+            None => writeln!(out)?,
+        }
     }
     for f in &s.formats {
         let waste = f.waste_bytes_per_extent as f64 / pool.extent_bytes as f64 * 100.0;
@@ -170,8 +179,8 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
     writeln!(out, "requests  {}, of which {} refused ({} stale)", c.requests, c.refusals, c.stale)?;
     writeln!(
         out,
-        "memory    {} blocks granted, {} zeroed between processes, {} extents renewed between tenants",
-        c.granted, c.scrubbed, c.renewed
+        "memory    {} blocks granted, {} zeroed between processes, {} extents renewed between tenants ({} scrubbed in place)",
+        c.granted, c.scrubbed, c.renewed, c.reused
     )?;
     writeln!(out, "ledger")?;
     for (name, bytes) in s.ledger.iter().filter(|(_, bytes)| **bytes > 0) {
@@ -227,6 +236,7 @@ fn print_map(map: &MapReport, coloured: bool, out: &mut dyn Write) -> io::Result
     let legend = [
         ('-', "free extent"),
         ('~', "being renewed"),
+        ('!', "in quarantine"),
         ('.', "free block"),
         ('c', "credit"),
         ('p', "private"),
@@ -238,7 +248,7 @@ fn print_map(map: &MapReport, coloured: bool, out: &mut dyn Write) -> io::Result
         'p' => "32",
         's' => "36",
         'P' => "35",
-        '~' => "31",
+        '~' | '!' => "31",
         _ => "90",
     };
     let paint = |letter: char, text: String| match coloured {
@@ -255,6 +265,15 @@ fn print_map(map: &MapReport, coloured: bool, out: &mut dyn Write) -> io::Result
             letters + &" ".repeat(width - e.slots.len())
         });
         writeln!(out, "{}", cells.collect::<Vec<_>>().join(" ").trim_end())?;
+    }
+    for e in &map.extents {
+        if let Some(l) = &e.last_granted {
+            writeln!(
+                out,
+                "extent {}: last granted to pid {} ({}), tenant {}",
+                e.extent, l.pid, l.label, l.uid
+            )?;
+        }
     }
     Ok(())
 }
