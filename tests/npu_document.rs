@@ -104,3 +104,62 @@ fn the_import_example_compiles_without_a_warning() {
     let source = fs::read_to_string(root.join("examples/npu-import.c")).unwrap();
     compile(directory.path(), "npu-import", &source, &["-c"]);
 }
+
+/// A tree as sysfs shows it: PCI devices with their IOMMU group.
+struct Sysfs(tempfile::TempDir);
+
+impl Sysfs {
+    fn new() -> Self {
+        let sysfs = Sysfs(tempfile::tempdir().unwrap());
+        fs::create_dir_all(sysfs.0.path().join("bus/pci/drivers/vfio-pci")).unwrap();
+        fs::create_dir_all(sysfs.0.path().join("bus/pci/devices")).unwrap();
+        sysfs
+    }
+
+    fn device(&self, address: &str, class: &str, group: Option<&str>) -> std::path::PathBuf {
+        let device = self.0.path().join("bus/pci/devices").join(address);
+        fs::create_dir_all(&device).unwrap();
+        fs::write(device.join("class"), class).unwrap();
+        if let Some(group) = group {
+            let group = self.0.path().join("kernel/iommu_groups").join(group);
+            fs::create_dir_all(group.join("devices").join(address)).unwrap();
+            std::os::unix::fs::symlink(&group, device.join("iommu_group")).unwrap();
+        }
+        device
+    }
+
+    /// Runs the script: whether it worked, and what it said.
+    fn bind(&self, arguments: &[&str]) -> (bool, String) {
+        let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("scripts/npu-bind");
+        let ran = Command::new(script).args(arguments).env("KVBROKER_SYSFS", self.0.path()).output().unwrap();
+        let said = [ran.stdout, ran.stderr].concat();
+        (ran.status.success(), String::from_utf8_lossy(&said).into_owned())
+    }
+}
+
+#[test]
+fn the_setup_script_binds_a_device_that_is_alone_behind_its_iommu_and_no_other() {
+    let sysfs = Sysfs::new();
+    sysfs.device("0000:01:00.0", "0x120000", Some("5"));
+    sysfs.device("0000:01:00.1", "0x040300", Some("5"));
+    sysfs.device("0000:02:00.0", "0x120000", None);
+    let ready = sysfs.device("0000:03:00.0", "0x120000", Some("6"));
+    sysfs.device("0000:00:1c.0", "0x060400", Some("6"));
+    std::os::unix::fs::symlink(sysfs.0.path().join("bus/pci/drivers/vfio-pci"), ready.join("driver"))
+        .unwrap();
+    fs::create_dir_all(ready.join("vfio-dev/vfio3")).unwrap();
+
+    let refused = |address: &str, why: &str| {
+        let (worked, said) = sysfs.bind(&[address]);
+        assert!(!worked && said.contains(why), "{address}: {said}");
+    };
+    refused("01:00.0", "is no PCI address");
+    refused("0000:09:00.0", "there is no PCI device 0000:09:00.0");
+    refused("0000:01:00.0", "shares its IOMMU group with 0000:01:00.1");
+    refused("0000:02:00.0", "is behind no IOMMU");
+    assert_eq!(sysfs.bind(&["0000:03:00.0"]), (true, "/dev/vfio/devices/vfio3\n".into()));
+    let (_, listed) = sysfs.bind(&["--list"]);
+    assert!(listed.contains("0000:03:00.0 class 0x120000 driver vfio-pci"), "{listed}");
+    assert!(!listed.contains("0000:01:00") && !listed.contains("0000:02:00"), "{listed}");
+    assert!(!sysfs.bind(&["--release", "0000:01:00.0"]).0);
+}

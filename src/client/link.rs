@@ -104,16 +104,13 @@ impl Inside {
         }
         let heap: Arc<dyn Heap> = self.broker.heap();
         self.broker.tick(Instant::now());
-        loop {
+        // A job that is done may bring the next one, and no message yet.
+        while self.broker.has_work() {
             for job in self.broker.jobs() {
                 let done = job.run(&*heap);
                 self.broker.done(done);
             }
-            let outputs = self.broker.outputs();
-            if outputs.is_empty() {
-                return;
-            }
-            for output in outputs {
+            for output in self.broker.outputs() {
                 let copy = |b: &Arc<crate::heap::Buffer>| b.fd().map(|fd| fd.try_clone_to_owned());
                 let others = output.descriptors.iter().map(|fd| fd.try_clone());
                 let fds: Result<Vec<_>, _> = output.buffers.iter().filter_map(copy).chain(others).collect();

@@ -6,8 +6,8 @@
 pub const LAYERS: usize = 2;
 pub const ROW: usize = KV_HEADS * DIM;
 pub const ROW_BYTES: usize = 4 * ROW;
-/// Tokens that are decoded, the prompt's included.
-pub const TOKENS: usize = PROMPT.len() + STEPS;
+/// Tokens whose K and V are kept: all but the last one that is chosen.
+pub const TOKENS: usize = PROMPT.len() + STEPS - 1;
 
 const PROMPT: [usize; 4] = [11, 42, 7, 23];
 const STEPS: usize = 24;
@@ -106,7 +106,7 @@ fn attend(q: &[f32], k: &[f32], v: &[f32]) -> Vec<f32> {
     out
 }
 
-/// Decodes [`TOKENS`] tokens with the KV in `kv`. Returns those that were chosen.
+/// Decodes 24 tokens with the KV in `kv`. Returns those that were chosen.
 pub fn decode(kv: &mut dyn Kv) -> Vec<usize> {
     let mut seeded = Seeded(2024);
     let embedding = seeded.matrix(VOCABULARY, HIDDEN);

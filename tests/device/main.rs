@@ -30,3 +30,4 @@ mod support;
 mod through;
 mod vivid;
 mod window;
+mod window_measure;

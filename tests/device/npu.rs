@@ -28,7 +28,7 @@ impl Daemon {
         let config = directory.path().join("kvbroker.toml");
         let at = |name: &str| directory.path().join(name).display().to_string();
         let text = format!(
-            "[pool]\nsize = \"24M\"\nextent = \"3M\"\ndevice = \"iommu\"\nlock = false\n[socket]\npath = {:?}\nmode = \"0666\"\nadmin-path = {:?}\n",
+            "[pool]\nsize = \"24M\"\nextent = \"3M\"\nbackend = \"memfd\"\ndevice = \"iommu\"\nlock = false\n[socket]\npath = {:?}\nmode = \"0666\"\nadmin-path = {:?}\n",
             at("client.sock"),
             at("admin.sock")
         );
@@ -86,6 +86,7 @@ fn blocks_of_a_killed_client_stay_out_of_use_while_its_window_is_imported_and_co
         assert!(matches!(window.place(), WindowPlace::Buffer { .. }));
         turns.yield_to_test();
     });
+    // Extents are memfds here, so the only dma-buf is the window.
     let import = victim.kill_and_keep("/dmabuf:");
 
     // The same tenant again: 64 blocks, but for those five.

@@ -57,12 +57,20 @@ fn memfd_pool(access: Access) -> Embedded {
     broker(Arc::new(Memfd::new(false)), access)
 }
 
-fn client(broker: &Embedded, uid: u32) -> Client {
+/// 44 extents: 132 MiB.
+pub fn large_memfd_pool(access: Access) -> Embedded {
+    let heap = Arc::new(Memfd::new(false));
+    let mut broker = Broker::new(heap, EXTENT as u64, 44, 44, Policy::default()).expect("a pool");
+    broker.set_means(means(access));
+    Embedded::new(broker)
+}
+
+pub fn client(broker: &Embedded, uid: u32) -> Client {
     let options = ClientOptions { credit_ahead: 0, ..ClientOptions::default() };
     Client::on(broker, uid, options).expect("a client")
 }
 
-fn open(client: &Client) -> Session {
+pub fn open(client: &Client) -> Session {
     let profile = client.profile(&Profile::reference()).expect("a profile");
     client.open(&profile, OpenOptions::default()).expect("a session")
 }
@@ -102,7 +110,9 @@ fn buffer(window: &Window) -> (OwnedFd, usize, usize) {
 }
 
 /// Pages that devices and iommufd have pinned just now.
-fn pinned() -> i64 {
+pub fn pinned() -> i64 {
+    // The kernel counts on each CPU and adds up late.
+    fs::write("/proc/sys/vm/stat_refresh", "1").expect("stat_refresh");
     let text = fs::read_to_string("/proc/vmstat").expect("vmstat");
     let value = |name: &str| -> i64 {
         let line =
@@ -233,6 +243,8 @@ fn a_window_over_a_prefix_is_refused_as_udmabuf_and_made_over_a_copy() {
     let (mut s, _other) = scattered(&client, 48);
     let ids: Vec<u32> = (0..32).collect();
     s.seal(&ids).expect("sealed");
+    let mut heir = open(&client);
+    assert_eq!(heir.attach(&(0..40).collect::<Vec<u32>>()).expect("attached"), 32);
     let (_, text) = refusal(s.window(0..48, plane(), Some(How::Udmabuf)));
     assert!(text.contains("a udmabuf is always writable, and block 0"), "{text}");
     s.writable(0..32).expect("copies");
@@ -240,8 +252,6 @@ fn a_window_over_a_prefix_is_refused_as_udmabuf_and_made_over_a_copy() {
     let (fd, _, bytes) = buffer(&window);
     let map = Map::writable(fd.as_fd(), bytes);
     map.fill(0, bytes, 0);
-    let mut heir = open(&client);
-    assert_eq!(heir.attach(&(0..40).collect::<Vec<u32>>()).expect("attached"), 32);
     let mut row = [0; ROW];
     heir.read_row(31, LAYER as usize, Kv::V, &mut row).expect("a row");
     assert_eq!(row[0], byte(31, 0), "the prefix is as it was");
