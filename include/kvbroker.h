@@ -216,17 +216,20 @@ typedef struct kvb_geometry {
     uint32_t v_row;            /* bytes; 0 with rows */
     uint32_t tokens_per_block; /* a power of two, up to 65536 */
     uint32_t layout;           /* KVB_PLANE_MAJOR, KVB_TOKEN_MAJOR */
-    uint32_t window;           /* sliding window of the layers in tokens, for people and plans; 0: none. Dropping what
-                                  has left it is the engine's: kvb_session_trim_head */
+    uint32_t window;           /* sliding window of all layers in tokens, the token itself counted in; 0: none */
+    const uint32_t *windows;   /* `layers` of them, where layers differ (0: none), and `window` is 0; NULL: all alike */
 } kvb_geometry;
+
+/* Layers with a window are kept no longer than it reaches: as a session grows, whole blocks that no token still to come
+ * reads go back. Layers with the same window are a group with a block table of its own; all groups of a model draw on the
+ * same memory, and every call on a session is about all of them. */
 
 /* Registers a geometry. The same one twice is the same one. Programs that share prefixes give the same names too.
  * Errors: INVALID, NEVER_FITS (a block of `needed` bytes, an extent of `available`), OVER_LIMIT, LOST, TIMEOUT. */
 KVB_API KVB_MUST_CHECK int kvb_profile_new(kvb_client *client, const kvb_geometry *geometry, kvb_profile **out);
 
 /* The same for a model: `path` is a Hugging Face config.json, a directory with one, or a GGUF file, of which only the
- * header is read. kv_type: "f16" (also for NULL), "f32", "q8_0" and so on. tokens_per_block: 0 is 16. A model whose
- * layers differ in their window is INVALID so far. */
+ * header is read. kv_type: "f16" (also for NULL), "f32", "q8_0" and so on. tokens_per_block: 0 is 16. */
 KVB_API KVB_MUST_CHECK int kvb_profile_from_model(kvb_client *client, const char *path, const char *kv_type,
                                                   uint32_t tokens_per_block, kvb_profile **out);
 
@@ -235,18 +238,20 @@ KVB_API int kvb_profile_close(kvb_profile *profile);
 
 typedef struct kvb_profile_info {
     size_t size;
-    uint64_t slot_bytes;      /* bytes that a block takes in the pool: whole pages */
+    uint64_t slot_bytes;      /* bytes that a block takes in the pool, whole pages; with several groups, one of each */
     uint64_t bytes_per_token; /* K and V of all layers */
     uint32_t layers;
     uint32_t tokens_per_block;
     uint32_t shift; /* log2 of tokens_per_block */
     uint32_t layout;
+    uint32_t groups; /* layers by their window: 1 when all are alike */
+    uint32_t reserved;
 } kvb_profile_info;
 
 /* The geometry as registered. Asks nobody. */
 KVB_API int kvb_profile_get_info(const kvb_profile *profile, kvb_profile_info *out);
 
-/* Where a plane lies in every block of the profile, in bytes: the same for all sessions, for ever. No size in front. */
+/* Where a plane lies in every block of its layer's group, in bytes: the same for all sessions, for ever. No size in front. */
 typedef struct kvb_plane {
     size_t offset; /* from the block's start to its first token's row */
     size_t stride; /* from one token's row to the next one's */
@@ -264,10 +269,11 @@ typedef struct kvb_room {
     uint64_t credit;   /* of these, ahead of need in this process */
 } kvb_room;
 
-/* Asks the broker how much there is. */
+/* Asks the broker how much there is. With several groups: capacity and free of the group that has least, as if the others
+ * took nothing, held and credit of all together. */
 KVB_API int kvb_profile_room(kvb_profile *profile, kvb_room *out);
 
-/* Takes `blocks` blocks as credit now, all or none: growing by as much, in whichever session of the profile, cannot be
+/* Takes `blocks` blocks (of each group) as credit now, all or none: growing by as much, in whichever session of the profile, cannot be
  * refused then. Errors: NEVER_FITS, BUSY, OVER_LIMIT (needed, available in blocks), LOST, TIMEOUT, MAP. */
 KVB_API KVB_MUST_CHECK int kvb_profile_reserve(kvb_profile *profile, uint32_t blocks);
 
@@ -302,6 +308,12 @@ KVB_API int kvb_session_close(kvb_session *session);
  * Errors: NEVER_FITS, BUSY, OVER_LIMIT (in blocks); INVALID (longer than a view of it); LOST, TIMEOUT, MAP. */
 KVB_API KVB_MUST_CHECK int kvb_session_ensure(kvb_session *session, uint64_t tokens);
 
+/* Takes as credit, now, what growing to `tokens` tokens takes in steps of up to `step` tokens (what one ensure adds), all or
+ * nothing: as long as no other session of the process uses the credit, ensure is not refused on the way. So a long prompt
+ * is refused before it is computed, and layers with a window hold no more than the window and one step. Errors as
+ * kvb_session_ensure. */
+KVB_API KVB_MUST_CHECK int kvb_session_reserve(kvb_session *session, uint64_t tokens, uint64_t step);
+
 /* Makes the rows of tokens first to end - 1 writable, which are there already: what is shared or sealed among them
  * becomes a copy of the session's own. Errors as kvb_session_ensure. */
 KVB_API KVB_MUST_CHECK int kvb_session_writable(kvb_session *session, uint64_t first, uint64_t end);
@@ -309,11 +321,16 @@ KVB_API KVB_MUST_CHECK int kvb_session_writable(kvb_session *session, uint64_t f
 /* Tokens that the session holds, those dropped at its head counted in. */
 KVB_API int64_t kvb_session_tokens(const kvb_session *session);
 
-/* Index of the first token that has not been dropped. */
+/* Index of the first token that no layer has dropped. */
 KVB_API int64_t kvb_session_first_token(const kvb_session *session);
 
-/* Drops the tokens from `tokens` on (a rejected draft, a new turn). Whole blocks go back. */
+/* Drops the tokens from `tokens` on (a rejected draft, a new turn). Whole blocks go back. INVALID when layers with a window
+ * have dropped what is read after them (kvb_session_set_rewind); 0 always works. */
 KVB_API int kvb_session_trim(kvb_session *session, uint64_t tokens);
+
+/* From now on layers with a window keep what is read after up to `tokens` of the newest tokens are trimmed: the length of a
+ * draft. At first 0. */
+KVB_API int kvb_session_set_rewind(kvb_session *session, uint64_t tokens);
 
 /* Drops the tokens before `first` as far as they fill whole blocks (sliding window). Returns the first token that is
  * still there. Token numbers do not shift. */
@@ -325,7 +342,8 @@ KVB_API KVB_MUST_CHECK int kvb_session_fork(kvb_session *session, kvb_session **
 
 /* Publishes the whole blocks among the first `count` tokens, whose ids these are, from the sequence's start: they are
  * never written again, and sessions of the tenant with the same profile and model find them. Seal after all layers have
- * been written. Returns how many tokens are sealed now. */
+ * been written. Returns how many tokens can be found now: the whole blocks, or 0 if layers with a window have dropped what is
+ * read after them, so seal a prompt where it ends, before the session grows on. */
 KVB_API int64_t kvb_session_seal(kvb_session *session, const uint32_t *ids, size_t count);
 
 /* Shares the longest published prefix of a prompt, in a session without tokens. Returns how many tokens it holds then: at
@@ -355,7 +373,8 @@ typedef struct kvb_stats {
     uint64_t blocks_private; /* blocks that only this session holds */
     uint64_t blocks_shared;  /* blocks that are sealed, or in another session too */
     uint64_t blocks_credit;  /* ahead of need, for all sessions of the profile in this process */
-    uint64_t block_bytes;    /* bytes of one block */
+    uint64_t block_bytes;    /* bytes of one block; with several groups, of one of each */
+    uint64_t bytes_held;     /* bytes of all blocks that the session holds, private and shared */
 } kvb_stats;
 
 /* Counts. Asks nobody. */
@@ -381,7 +400,11 @@ typedef struct kvb_map {
     uint32_t reserved;
 } kvb_map;
 
+/* The table of a session of one group; INVALID with several. */
 KVB_API int kvb_session_map(const kvb_session *session, kvb_map *out);
+
+/* The table that the layer with index `layer` is in: one for each group. */
+KVB_API int kvb_session_map_layer(const kvb_session *session, uint32_t layer, kvb_map *out);
 
 /* Address of one token's row in a plane. Checks nothing: first_token <= token < tokens is the caller's. The rows of a
  * block follow each other at plane->stride, so a kernel needs this once per block. Another process may hold the same
@@ -438,7 +461,7 @@ typedef struct kvb_window_options {
     uint64_t capacity; /* tokens that it may come to hold, if known: iommu reserves addresses for them. 0: four times */
     uint32_t how;      /* KVB_WINDOW_ */
     uint32_t what;     /* KVB_WHOLE_BLOCKS in table order, or KVB_ONE_PLANE in token order */
-    uint32_t layer;    /* of the plane: index in the profile */
+    uint32_t layer;    /* of the plane: its number in the model. For whole blocks: those of this layer's group */
     uint32_t kv;       /* of the plane: KVB_K, KVB_V */
     uint32_t flags;
     uint32_t reserved;
@@ -524,7 +547,7 @@ typedef struct kvb_attention_call {
                                Must not overlap q */
     uint64_t queries;       /* query i is at position kv_tokens - queries + i and sees the tokens up to and with that */
     uint64_t kv_tokens;     /* 0: all tokens of the session */
-    uint64_t window;        /* the most tokens that a query sees, itself included; 0: all */
+    uint64_t window;        /* the most tokens that a query sees, itself included; 0: the layer's window, all without one */
     uint32_t layer;         /* index in the profile */
     uint32_t element;       /* KVB_F16, KVB_F32: what K and V rows hold, [kv_heads][head_dim] */
     uint32_t query_heads;   /* a multiple of kv_heads; query head h reads KV head h / (query_heads / kv_heads) */

@@ -13,6 +13,8 @@ pub mod capi;
 pub mod client;
 #[cfg(feature = "daemon")]
 pub mod daemon;
+#[cfg(feature = "daemon")]
+pub mod doctor;
 pub mod heap;
 pub mod id;
 pub mod map;

@@ -134,6 +134,10 @@ pub struct Plan {
     pub context: u32,
     /// Bytes of a sequence that long.
     pub bytes_at_context: u64,
+    /// Bytes of the blocks that it holds, of all groups: windows begin and end within blocks.
+    pub held_bytes_at_context: u64,
+    /// Bytes of a sequence that long if layers with a window kept all tokens.
+    pub bytes_at_context_without_windows: u64,
     /// Layers by the tokens that they keep; those that keep all come first.
     pub groups: Vec<GroupPlan>,
 
@@ -186,6 +190,8 @@ pub struct Plan {
     pub pool_tokens: u64,
     /// Sessions of the full context that fit the pool at once.
     pub sessions_at_context: u64,
+    /// The most tokens of one session that has the pool for itself, up to [`MAX_CONTEXT`]; windows are honoured.
+    pub longest_session_tokens: u64,
 
     /// The smallest tokens per block with which plane views work; `null` if none does.
     pub plane_view_tokens_per_block: Option<u32>,
@@ -225,6 +231,10 @@ pub struct GroupPlan {
     pub slot_bytes: u64,
     /// Bytes of a sequence of the full context.
     pub bytes_at_context: u64,
+    /// The most blocks that it holds.
+    pub blocks_at_context: u64,
+    /// Bytes of these blocks.
+    pub held_bytes_at_context: u64,
     /// Planes with bytes in them: K and V of each layer.
     pub planes: u64,
     /// Blocks in an extent.
@@ -330,6 +340,8 @@ impl Plan {
             bytes_at_2048: profile.bytes_at(2048),
             context: o.context,
             bytes_at_context: profile.bytes_at(context),
+            held_bytes_at_context: groups.iter().map(|g| g.held_bytes_at_context).sum(),
+            bytes_at_context_without_windows: profile.bytes_per_token() * context,
             pool_bytes: o.pool,
             page_bytes: o.placement.page(),
             contiguous: o.placement.contiguous(),
@@ -358,6 +370,7 @@ impl Plan {
             paged_extent_bytes: demand.extents.checked_mul(extents.bytes).ok_or(PlanError::TooLarge)?,
             pool_tokens: blocks * u64::from(o.tokens_per_block),
             sessions_at_context: extents.sets(&at_context),
+            longest_session_tokens: longest_session(&profile, &extents),
             plane_view_tokens_per_block: profile.plane_view_tokens(o.placement.page()),
             plane_views: profile.has_plane_views(o.placement.page()),
             vmas_per_session,
@@ -493,6 +506,8 @@ fn group_plans(profile: &Profile, extents: &Extents, context: u64) -> Vec<GroupP
             bytes_per_block: profile.block_bytes(number),
             slot_bytes,
             bytes_at_context: kept * bytes_per_token,
+            blocks_at_context: profile.group_blocks_at(number, context),
+            held_bytes_at_context: profile.group_blocks_at(number, context) * profile.block_bytes(number),
             planes,
             blocks_per_extent,
             blocks_ideal,
@@ -503,6 +518,21 @@ fn group_plans(profile: &Profile, extents: &Extents, context: u64) -> Vec<GroupP
         }
     };
     profile.groups().iter().enumerate().map(plan).collect()
+}
+
+/// The most tokens of one sequence whose blocks of all groups fit the pool.
+fn longest_session(profile: &Profile, extents: &Extents) -> u64 {
+    let fits = |tokens: u64| {
+        let held = |g| (profile.block_bytes(g), profile.group_blocks_at(g, tokens));
+        let groups: Vec<_> = (0..profile.groups().len()).map(held).collect();
+        extents.needed(&groups).is_some_and(|needed| needed <= extents.count)
+    };
+    let (mut low, mut high) = (0, u64::from(MAX_CONTEXT));
+    while low < high {
+        let middle = low + (high - low).div_ceil(2);
+        if fits(middle) { low = middle } else { high = middle - 1 }
+    }
+    low
 }
 
 /// The value that all have.

@@ -222,6 +222,13 @@ impl Profile {
         &self.groups
     }
 
+    /// The geometry of one group by itself: what the broker calls a format. Sharing prefixes, it is another one than that
+    /// of a group of other layers, or with another window.
+    pub fn group_alone(&self, group: usize) -> Result<Profile, ProfileError> {
+        let groups = vec![self.groups[group].clone()];
+        Profile::new(self.name.clone(), self.element.clone(), self.layout, self.tokens_per_block, groups)
+    }
+
     /// Bytes that one token takes in the layers of `group`.
     pub fn group_bytes_per_token(&self, group: usize) -> u64 {
         self.groups[group].layers.iter().map(|(_, l)| u64::from(l.k_row) + u64::from(l.v_row)).sum()
@@ -255,6 +262,11 @@ impl Profile {
                 kept * self.group_bytes_per_token(g)
             })
             .sum()
+    }
+
+    /// The first token that the one at `position` sees in `group`: a window of W tokens has the token itself in it.
+    pub fn first_visible(&self, group: usize, position: u64) -> u64 {
+        self.groups[group].window.map_or(0, |w| (position + 1).saturating_sub(w.into()))
     }
 
     /// The most blocks of `group` that one sequence of `tokens` tokens holds. A window of W tokens lies in one block

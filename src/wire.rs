@@ -210,11 +210,28 @@ wire! {
         more: U32,
     }
 
+    /// `skip`: names blocks that the table does not have; `count` token ids follow. In a session whose table is empty
+    /// the table begins behind them.
+    struct Skip {
+        /// The first block that has no name yet; 0 starts anew.
+        from: U32,
+        /// Token ids of the blocks from there: a multiple of tokens per block.
+        count: U32,
+    }
+
+    /// Reply to `skip`; then a byte for each block of the request: 1 if somebody has published it.
+    struct Present {
+        /// How many bytes follow.
+        blocks: U32,
+        /// 0.
+        reserved: U32,
+    }
+
     /// `pin` and unpin: report, then keep sealed blocks for ever.
     struct Pin {
         /// The table.
         report: Report,
-        /// Blocks from the start of the sequence, all sealed.
+        /// Blocks from the start of the sequence, all sealed; of a format with a window, those of the last one count.
         blocks: U32,
         /// 1 to pin, 0 to unpin.
         on: U32,
@@ -439,6 +456,8 @@ codes! {
         Window = 15, "window";
         /// Ends it.
         CloseWindow = 16, "close window";
+        /// Names blocks that the table does not have, and says which are published.
+        Skip = 20, "skip";
     }
 }
 
@@ -712,6 +731,8 @@ mod tests {
             (size_of::<LayerRow>(), 12),
             (size_of::<Open>(), 80),
             (size_of::<Report>(), 16),
+            (size_of::<Skip>(), 8),
+            (size_of::<Present>(), 8),
             (size_of::<Grow>(), 24),
             (size_of::<Trim>(), 32),
             (size_of::<WireBlock>(), 16),

@@ -132,6 +132,15 @@ fn the_example_runs_over_a_broker_and_without_one_with_the_static_library() {
 }
 
 #[test]
+fn a_model_whose_layers_have_windows_of_their_own_holds_what_they_read() {
+    let prefix = Prefix::new(false);
+    let daemon = Daemon::start();
+    let program = prefix.compile(&root().join("tests/data/groups.c"));
+    assert_eq!(run(&mut prefix.command(&program)), "all right\n");
+    assert_eq!(run(prefix.command(&program).arg(daemon.socket())), "all right\n");
+}
+
+#[test]
 fn every_misuse_gives_its_own_code_and_words_and_none_ends_the_program() {
     let prefix = Prefix::new(false);
     let no_model = prefix.directory.path().join("no-model.json");
@@ -219,12 +228,14 @@ fn structures_are_laid_out_alike_in_c_and_in_rust() {
         kvb_embedded_options { size, pool_bytes, extent_bytes }
         kvb_client_info { size, instance, extent_bytes, extents, tenant, backend, embedded }
         kvb_layer { number, k_row, v_row }
-        kvb_geometry { size, name, element, rows, layers, k_row, v_row, tokens_per_block, layout, window }
-        kvb_profile_info { size, slot_bytes, bytes_per_token, layers, tokens_per_block, shift, layout }
+        kvb_geometry { size, name, element, rows, layers, k_row, v_row, tokens_per_block, layout, window, windows }
+        kvb_profile_info { size, slot_bytes, bytes_per_token, layers, tokens_per_block, shift, layout, groups, reserved }
         kvb_plane { offset, stride, row }
         kvb_room { size, capacity, free, held, credit }
         kvb_open_options { size, label, model, max_tokens, flags, reserved }
-        kvb_stats { size, id, tokens, first_token, blocks_private, blocks_shared, blocks_credit, block_bytes }
+        kvb_stats {
+            size, id, tokens, first_token, blocks_private, blocks_shared, blocks_credit, block_bytes, bytes_held
+        }
         kvb_map { size, base, table, blocks, first_token, tokens, shift, reserved }
         kvb_view { size, address, bytes, row, capacity }
         kvb_window_options { size, first, end, capacity, how, what, layer, kv, flags, reserved }
@@ -258,6 +269,7 @@ fn a_broker_that_dies_is_told_and_what_is_held_stays_readable() {
         tokens_per_block: 16,
         layout: 0,
         window: 0,
+        windows: null(),
     };
     let (mut client, mut profile, mut session) = (null_mut(), null_mut(), null_mut());
     let (row, mut got) = ([7u8; 512], [0u8; 512]);

@@ -171,6 +171,18 @@ fn gemma_3_has_two_groups_and_27_mib_at_4096_tokens() {
         let sum = groups.iter().map(|g| number(g, "bytes_per_token")).sum::<u64>();
         assert_eq!((number(&groups[0], "bytes_per_token"), sum), (4 * KIB, number(&plan, "bytes_per_token")));
         assert_eq!(plan["blocks_per_extent"], Value::Null, "each group has its own");
+        // 256 blocks of 64 KiB, and the window of 512 tokens in 33 blocks of 352 KiB when it begins within one.
+        let held: Vec<_> = groups.iter().map(|g| number(g, "blocks_at_context")).collect();
+        assert_eq!(held, [256, 33]);
+        assert_eq!(number(&plan, "held_bytes_at_context"), 256 * 64 * KIB + 33 * 352 * KIB);
+        assert_eq!(number(&plan, "bytes_at_context_without_windows"), 104 * MIB);
+        // Extents of 126 or of 23 blocks: 3 and 2 of 32 for one session, so 30 are left for tokens beside the window.
+        assert_eq!(number(&plan, "longest_session_tokens"), 30 * 126 * 16);
+        assert_eq!(number(&plan, "sessions_at_context"), 9);
+        let said = text(name, &["--context", "4096"]);
+        for part in ["27.34 MiB", "104 MiB if no layer had a window", "9 sessions", "60480 tokens"] {
+            assert!(said.contains(part), "{part} in:\n{said}");
+        }
     }
     let wide = json("gemma-3-4b", &[]);
     assert_eq!((number(&wide, "kv_heads"), number(&wide, "head_dim")), (4, 256));

@@ -80,6 +80,8 @@ fn every_structure_is_in_the_document_byte_by_byte() {
         Free { count, reserved }
         Seal { report, from, count }
         Attach { count, more }
+        Skip { from, count }
+        Present { blocks, reserved }
         Pin { report, blocks, on }
         Counted { blocks, duplicates }
         GiveBack { extent, deadline_ms }

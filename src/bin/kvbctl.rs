@@ -3,6 +3,8 @@
 //! Owns the command line: what is asked, how the answer is printed, and the exit codes. Invariant: an answer goes to
 //! standard output and a complaint to standard error, and the exit code alone tells a script which it was.
 
+#[path = "kvbctl/doctor.rs"]
+mod doctor;
 #[path = "kvbctl/live.rs"]
 mod live;
 #[path = "kvbctl/plan.rs"]
@@ -51,6 +53,9 @@ enum Command {
     /// Have the broker count every byte anew
     #[command(after_help = EXIT_CODES)]
     Check(live::Ask),
+    /// Look whether this board is ready, item by item, and say what mends it; needs no running broker
+    #[command(after_help = doctor::EXIT_CODES)]
+    Doctor(doctor::Args),
 }
 
 /// Why a command ended without an answer.
@@ -60,6 +65,8 @@ enum Failure {
     Refused(String),
     /// Exit code 3, with what to say.
     Unreachable(String),
+    /// Exit code 1; what there is to say stands in the answer.
+    Unfit,
     /// Standard output cannot be written.
     Output(io::Error),
 }
@@ -68,6 +75,12 @@ impl From<io::Error> for Failure {
     fn from(error: io::Error) -> Self {
         Failure::Output(error)
     }
+}
+
+/// The command line, for whoever writes about it: `examples/manual.rs`.
+#[allow(dead_code, reason = "the program itself has no use for it")]
+pub(crate) fn command() -> clap::Command {
+    <Cli as clap::CommandFactory>::command()
 }
 
 fn main() -> ExitCode {
@@ -80,9 +93,12 @@ fn main() -> ExitCode {
         Command::Sessions(ask) => ask.sessions(&mut out),
         Command::Map { ask, colour } => ask.map(colour, &mut out),
         Command::Check(ask) => ask.check(&mut out),
+        Command::Doctor(args) => args.run(&mut out),
     };
-    match result.and_then(|()| Ok(out.flush()?)) {
+    let flushed = out.flush().map_err(Failure::from);
+    match result.and(flushed) {
         Ok(()) => ExitCode::SUCCESS,
+        Err(Failure::Unfit) => ExitCode::from(1),
         // The reader has seen enough, as in `kvbctl ... | head`.
         Err(Failure::Output(error)) if error.kind() == io::ErrorKind::BrokenPipe => ExitCode::SUCCESS,
         Err(Failure::Output(error)) => complain(&format!("cannot write the answer: {error}"), 1),

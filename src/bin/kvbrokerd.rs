@@ -26,11 +26,17 @@ struct Cli {
     /// The configuration; files in the directory of this name with .d behind it win over it
     #[arg(long, value_name = "PATH")]
     config: Option<PathBuf>,
-    /// Read the configuration, say whether it is right, and end
+    /// Read the configuration, say what a start on this machine would take, or what is wrong, and end
     #[arg(long)]
     check: bool,
     #[command(flatten)]
     overrides: Overrides,
+}
+
+/// The command line, for whoever writes about it: `examples/manual.rs`.
+#[allow(dead_code, reason = "the program itself has no use for it")]
+pub(crate) fn command() -> clap::Command {
+    <Cli as clap::CommandFactory>::command()
 }
 
 fn main() -> ExitCode {
@@ -47,7 +53,13 @@ fn main() -> ExitCode {
         Err(e) => return complain(&e.to_string(), 2),
     };
     if cli.check {
-        return ExitCode::SUCCESS;
+        return match config.outlook() {
+            Ok(outlook) => say(&format!("{}: a start would take {outlook}", path.display())),
+            Err(e) => complain(&e.to_string(), 2),
+        };
+    }
+    if let Err(e) = config.consistent() {
+        return complain(&e.to_string(), 2);
     }
     match run(&config) {
         Ok(()) => ExitCode::SUCCESS,
@@ -55,8 +67,20 @@ fn main() -> ExitCode {
     }
 }
 
+fn say(answer: &str) -> ExitCode {
+    match writeln!(std::io::stdout(), "{answer}") {
+        Ok(()) => ExitCode::SUCCESS,
+        Err(e) => complain(&format!("cannot write the answer: {e}"), 1),
+    }
+}
+
+/// Says why the daemon ends: through the log, and past it where the log is off. Nobody should have to turn it on to
+/// learn why there is no broker.
 fn complain(why: &str, code: u8) -> ExitCode {
-    log::error!("{why}");
+    match log::log_enabled!(Level::Error) {
+        true => log::error!("{why}"),
+        false => eprintln!("kvbrokerd: error: {why}"),
+    }
     ExitCode::from(code)
 }
 

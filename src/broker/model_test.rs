@@ -18,7 +18,7 @@ use super::{Broker, Done, Job, Output, Peer, Policy, Waiting};
 use crate::heap::{Backend, Buffer, Heap, HeapError, Held, Imaginary, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, Place, Tenant};
 use crate::map::page_bytes;
-use crate::profile::Profile;
+use crate::profile::{Group, Layer, Layout, Profile};
 use crate::wire::{self, Event, Fault, Reader, Verb, Writer};
 
 const EXTENTS: u32 = 6;
@@ -28,12 +28,16 @@ const LIMITED: (u32, u32) = (1002, 2);
 
 /// Geometries: tokens per block, slots per extent.
 const FORMATS: [(u32, u32); 3] = [(2, 4), (4, 1), (1, 4)];
+/// Their sliding windows in tokens.
+const WINDOWS: [Option<u32>; 3] = [None, None, Some(3)];
 
 fn profile(format: usize) -> Profile {
     let page = page_bytes() as u32;
     let (tokens, _) = FORMATS[format];
     let slot = if format == 1 { 3 * page } else { page };
-    Profile::uniform(format!("m{format}"), "f16", 1, slot / tokens / 2, slot / tokens / 2, tokens).unwrap()
+    let layer = Layer { k_row: slot / tokens / 2, v_row: slot / tokens / 2 };
+    let group = Group { layers: vec![(0, layer)], window: WINDOWS[format] };
+    Profile::new(format!("m{format}"), "f16", Layout::PlaneMajor, tokens, vec![group]).unwrap()
 }
 
 /// A heap without memory, whose buffers have as many other holders, and which has as little memory, as the test says.
@@ -116,6 +120,7 @@ enum Ask {
     Seal { report: Report, from: u32, tokens: Vec<u32> },
     Pin { report: Report, blocks: u32, on: bool },
     Attach { tokens: Vec<u32>, more: bool },
+    Skip { from: u32, tokens: Vec<u32> },
     Return { extent: ExtentId },
     Query { format: usize },
     Close { report: Report },
@@ -147,6 +152,8 @@ enum Must {
         free: u64,
         held: u64,
     },
+    /// Which blocks are published.
+    Present(Vec<u8>),
     Nothing,
 }
 
@@ -481,13 +488,16 @@ impl Model {
             Ask::Pin { report, blocks, on } => {
                 self.report(client, session, report)?;
                 let s = &self.sessions[&session];
-                if *blocks == 0 || *blocks as usize > s.names.len() || s.head > 0 {
+                let end = u64::from(*blocks) * s.per_block();
+                let seen = WINDOWS[s.format].map_or(0, |w| (end + 1).saturating_sub(w.into()));
+                let first = (seen / s.per_block()) as u32;
+                if *blocks == 0 || *blocks as usize > s.names.len() || s.head > first {
                     return Err(Fault::BadRequest);
                 }
                 let chain = s.names[*blocks as usize - 1].clone();
                 let mut changed = 0;
-                let own: Vec<_> =
-                    s.names.iter().cloned().zip(s.table.clone()).take(*blocks as usize).collect();
+                let names = s.names[first as usize..*blocks as usize].iter().cloned();
+                let own: Vec<_> = names.zip(s.table[(first - s.head) as usize..].to_vec()).collect();
                 for (name, own) in own {
                     self.publish(&name, own);
                     let Some(block) = self.published(&name) else { continue };
@@ -506,8 +516,8 @@ impl Model {
             Ask::Attach { tokens, more } => {
                 let s = self.own_session(client, session)?;
                 let per_block = s.per_block() as usize;
-                let whole = s.table.len() * per_block;
-                if s.head > 0 || s.names.len() != s.table.len() || s.tokens != whole as u64 {
+                let (head, whole) = (s.head as usize * per_block, s.end() as usize * per_block);
+                if s.names.len() as u32 != s.end() || s.tokens != whole as u64 {
                     return Err(Fault::BadRequest);
                 }
                 let mut name = s.names.last().cloned().unwrap_or((uid, s.format, Vec::new()));
@@ -518,7 +528,7 @@ impl Model {
                     found.push((block, name.clone()));
                 }
                 let mut held = whole + found.len() * per_block;
-                if !more && held > 0 && held == whole + tokens.len() {
+                if !more && held > head && held == whole + tokens.len() {
                     held -= 1;
                     if per_block == 1 {
                         found.pop();
@@ -532,6 +542,31 @@ impl Model {
                 }
                 let blocks = found.into_iter().map(|(b, _)| (b, wire::SEALED)).collect();
                 Ok(Must::Blocks { tokens: held as u64, blocks })
+            }
+            Ask::Skip { from, tokens } => {
+                let s = self.own_session(client, session)?;
+                let per_block = s.per_block() as usize;
+                let empty = s.table.is_empty() && s.tokens == u64::from(s.head) * s.per_block();
+                let begins = empty && (*from == 0 || s.names.len() as u32 == s.head);
+                let end = from + (tokens.len() / per_block) as u32;
+                let next = *from == s.names.len() as u32 || (begins && *from == 0);
+                if tokens.len() % per_block != 0 || !next || (!begins && end > s.head) {
+                    return Err(Fault::BadRequest);
+                }
+                let mut names = s.names[..*from as usize].to_vec();
+                let mut present = Vec::new();
+                for some in tokens.chunks_exact(per_block) {
+                    let mut name = names.last().cloned().unwrap_or((uid, s.format, Vec::new()));
+                    name.2.extend(some);
+                    present.push(u8::from(self.published(&name).is_some()));
+                    names.push(name);
+                }
+                let s = self.sessions.get_mut(&session).unwrap();
+                s.names = names;
+                if begins {
+                    (s.head, s.tokens) = (end, u64::from(end) * s.per_block());
+                }
+                Ok(Must::Present(present))
             }
             Ask::Return { extent } => {
                 let knows = self.owned.get(extent).is_some_and(|o| o.2.contains(&client));
@@ -790,6 +825,11 @@ impl Run {
                 let count = (tokens.len() as u32).into();
                 w.put(&wire::Attach { count, more: u32::from(*more).into() }).put_tokens(tokens);
             }
+            Ask::Skip { from, tokens } => {
+                w = start(Verb::Skip);
+                let count = (tokens.len() as u32).into();
+                w.put(&wire::Skip { from: (*from).into(), count }).put_tokens(tokens);
+            }
             Ask::Return { extent } => {
                 w = start(Verb::ReturnExtent);
                 w.put(&wire::ReturnExtent { extent: extent.0.into(), reserved: 0.into() });
@@ -893,6 +933,12 @@ impl Run {
             Must::Room { capacity, free, held } => {
                 let got: &wire::Room = r.one().unwrap();
                 assert_eq!((got.capacity.get(), got.free.get(), got.held.get()), (capacity, free, held));
+            }
+            Must::Present(blocks) => {
+                let count = r.one::<wire::Present>().unwrap().blocks.get();
+                assert_eq!(r.many::<u8>(count, wire::MAX_TOKENS).unwrap(), blocks);
+                r.end().unwrap();
+                self.found += u64::from(blocks.contains(&1));
             }
             Must::Nothing => assert!(body.is_empty()),
         }
@@ -1276,8 +1322,15 @@ impl Run {
                 Ask::Seal { report, from, tokens: all[start..].to_vec() }
             }
             46..49 => Ask::Pin { report, blocks: dice.roll(4) as u32, on: dice.one_in(3) },
-            49..56 => {
-                let start = s.table.len() * per_block;
+            49 | 50 => {
+                let from = if dice.one_in(2) { 0 } else { s.names.len() as u32 };
+                let start = from as usize * per_block;
+                let n = start + dice.roll(4) * per_block + usize::from(dice.one_in(20));
+                let all: Vec<u32> = tokens(dice, n);
+                Ask::Skip { from, tokens: all[start..].to_vec() }
+            }
+            51..56 => {
+                let start = s.end() as usize * per_block;
                 let n = start + dice.roll(4 * per_block + 2);
                 let all: Vec<u32> = tokens(dice, n);
                 Ask::Attach { tokens: all[start..].to_vec(), more: dice.one_in(3) }
@@ -1464,7 +1517,7 @@ fn hostile(run: &Run, client: ClientId, dice: &mut Dice<'_>) -> Vec<u8> {
                     w.put_blocks([block]);
                 }
             }
-        } else if verb == Verb::Attach {
+        } else if matches!(verb, Verb::Attach | Verb::Skip) {
             for _ in 0..dice.roll(9) {
                 w.put_tokens(&[word(dice)]);
             }

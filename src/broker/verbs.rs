@@ -54,6 +54,7 @@ impl Broker {
             Verb::Close => self.close(client, session, r),
             Verb::Window => self.window(client, session, r, Default::default()),
             Verb::CloseWindow => self.end_window(client, r),
+            Verb::Skip => self.skip(client, session, r),
         }
     }
 
@@ -415,13 +416,20 @@ impl Broker {
         self.apply_report(client, id, &pin.report, used)?;
         let s = self.session(client, id)?;
         let (blocks, on) = (pin.blocks.get(), pin.on.get() != 0);
-        if blocks == 0 || blocks > s.sealed() || s.head > 0 {
-            let text =
-                format!("{id} has {} sealed blocks from its start: it cannot pin {blocks}", s.sealed());
+        // Of layers with a window, whoever goes on after these blocks reads the last window only.
+        let profile = &self.state.formats[&s.format].profile;
+        let per_block = u64::from(profile.tokens_per_block());
+        let first = (profile.first_visible(0, u64::from(blocks) * per_block) / per_block) as u32;
+        if blocks == 0 || blocks > s.sealed() || first < s.head {
+            let text = format!(
+                "{id} has {} sealed blocks from block {} on: it cannot pin blocks {first} to {blocks}",
+                s.sealed().saturating_sub(s.head),
+                s.head
+            );
             return Err(Refused::bad(text));
         }
-        let names = s.names[..blocks as usize].to_vec();
-        let own: Vec<BlockId> = s.table[..blocks as usize].to_vec();
+        let names = s.names[(first - s.names_from) as usize..(blocks - s.names_from) as usize].to_vec();
+        let own: Vec<BlockId> = s.table[(first - s.head) as usize..(blocks - s.head) as usize].to_vec();
         let (tenant, chain) = (s.tenant, names[names.len() - 1]);
         let mut changed = 0;
         for (name, own) in names.iter().zip(own) {
@@ -446,8 +454,8 @@ impl Broker {
         let s = self.session(client, id)?;
         let profile = &self.state.formats[&s.format].profile;
         let per_block = profile.tokens_per_block() as usize;
-        let whole = s.table.len() * per_block;
-        if s.head > 0 || s.sealed() as usize != s.table.len() || s.tokens != whole as u64 {
+        let (head, whole) = (s.head as usize * per_block, s.end() as usize * per_block);
+        if s.sealed() != s.end() || s.tokens != whole as u64 {
             let text = format!(
                 "{id} has tokens of its own: a prefix is attached at the start, before anything is written"
             );
@@ -477,7 +485,7 @@ impl Broker {
         }
         // The last token of a prompt is always computed: its logits are what decoding starts from.
         let mut held = whole + found.len() * per_block;
-        if attach.more.get() == 0 && held == prompt && held > 0 {
+        if attach.more.get() == 0 && held == prompt && held > head {
             held -= 1;
             if per_block == 1 && found.pop().is_some() {
                 names.pop();
@@ -494,6 +502,49 @@ impl Broker {
         s.names.extend(names);
         let blocks = found.into_iter().map(|b| (b, wire::SEALED)).collect();
         done(self.grant_reply(held as u64, blocks))
+    }
+
+    fn skip(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
+        let skip: wire::Skip = *r.one()?;
+        let tokens: &[U32] = r.many(skip.count.get(), MAX_TOKENS)?;
+        r.end()?;
+        let s = self.session(client, id)?;
+        let profile = &self.state.formats[&s.format].profile;
+        let per_block = profile.tokens_per_block();
+        let (from, count) = (skip.from.get(), skip.count.get() / per_block);
+        let empty = s.table.is_empty() && s.tokens == u64::from(s.head) * u64::from(per_block);
+        // Whose head is not named yet gets names for it; nothing else changes.
+        let begins = empty && (from == 0 || s.sealed() == s.head);
+        if skip.count.get() % per_block != 0 || (from != s.sealed() && !(begins && from == 0)) {
+            let text = format!(
+                "{id}: blocks are named one after the other from block {}, and whole ({per_block} tokens)",
+                s.sealed()
+            );
+            return Err(Refused::bad(text));
+        }
+        let end = from.checked_add(count).filter(|end| begins || *end <= s.head);
+        let Some(end) = end else {
+            let text = format!("{id}: its table begins at block {}, which is not skipped but sealed", s.head);
+            return Err(Refused::bad(text));
+        };
+        let known = if from == 0 { None } else { s.names.last().copied() };
+        let mut name = known.unwrap_or_else(|| prefix::root(s.tenant, &s.model, profile));
+        let tokens: Vec<u32> = tokens.iter().map(|t| t.get()).collect();
+        let mut present = Vec::with_capacity(count as usize);
+        for tokens in tokens.chunks_exact(per_block as usize) {
+            name = prefix::child(&name, tokens);
+            present.push(u8::from(self.state.prefixes.get(&name).is_some()));
+        }
+        let s = self.session_mut(id);
+        (s.names, s.names_from) = if end == 0 { (Vec::new(), 0) } else { (vec![name], end - 1) };
+        if begins {
+            s.head = end;
+            s.tokens = u64::from(end) * u64::from(per_block);
+        }
+        let mut reply = Reply::default();
+        reply.body.put(&wire::Present { blocks: (present.len() as u32).into(), reserved: 0.into() });
+        reply.body.put(&present[..]);
+        done(reply)
     }
 
     fn return_extent(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {

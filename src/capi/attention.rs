@@ -5,10 +5,11 @@
 
 use std::sync::Mutex;
 
+use super::client::layer_number;
 use super::client::versioned;
 use super::error::Code;
 use super::process::Birth;
-use super::session::{kvb_session, read};
+use super::session::{first_of, kvb_session, read};
 use super::sized::{self, Versioned};
 use super::{Failure, aligned, at, elements, hand_out, number, status, take_back};
 use crate::attention::{Element, Scratch, Shape, attention_heads};
@@ -87,10 +88,7 @@ pub unsafe extern "C" fn kvb_attention(
             1 => Element::F32,
             other => return Err(Failure::invalid(format!("element {other}: KVB_F16 is 0, KVB_F32 is 1"))),
         };
-        let layers = session.profile().groups()[0].layers.len();
-        if c.layer as usize >= layers {
-            return Err(Failure::invalid(format!("layer {} of {layers}", c.layer)));
-        }
+        let layer = layer_number(session.profile(), c.layer)?;
         let (query_heads, kv_heads, head_dim) =
             (c.query_heads as usize, c.kv_heads as usize, c.head_dim as usize);
         if kv_heads == 0 || head_dim == 0 || query_heads == 0 || query_heads % kv_heads != 0 {
@@ -98,7 +96,7 @@ pub unsafe extern "C" fn kvb_attention(
                 "{query_heads} query heads, {kv_heads} KV heads of {head_dim}: none may be 0, and query heads are a multiple of KV heads"
             )));
         }
-        let kv = session.paged(c.layer as usize);
+        let kv = session.paged(layer);
         let row = kv_heads.checked_mul(head_dim).and_then(|n| n.checked_mul(element.bytes()));
         if row != Some(kv.k.row) || row != Some(kv.v.row) {
             return Err(Failure::invalid(format!(
@@ -124,12 +122,12 @@ pub unsafe extern "C" fn kvb_attention(
         if c.scale != 0.0 {
             shape.scale = c.scale;
         }
-        shape.window = Some(number(c.window, "window")?).filter(|w| *w > 0);
+        shape.window = Some(number(c.window, "window")?).filter(|w| *w > 0).or(session.window(layer));
         let first_seen = shape.visible(kv_tokens - queries).start;
-        if first_seen < session.first_token() {
+        let first_held = first_of(&session, layer);
+        if first_seen < first_held {
             return Err(Failure::invalid(format!(
-                "token {first_seen} is to be seen, but the tokens before {} have been dropped",
-                session.first_token()
+                "token {first_seen} is to be seen, but the tokens before {first_held} have been dropped"
             )));
         }
         let first = c.first_kv_head as usize;

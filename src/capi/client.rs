@@ -12,7 +12,7 @@ use super::error::Code;
 use super::process::Birth;
 use super::sized::{self, Versioned};
 use super::{Failure, aligned, at, border, elements, hand_out, status, take_back, text};
-use crate::client::{Client, ClientOptions, ClientProfile, EmbeddedOptions};
+use crate::client::{Client, ClientOptions, EmbeddedOptions, GroupedProfile};
 use crate::model::{KvType, ModelShape};
 use crate::profile::{Group, Layer, Layout, MAX_LAYERS, Profile};
 
@@ -28,7 +28,7 @@ pub struct kvb_client {
 pub struct kvb_profile {
     birth: Birth,
     client: Client,
-    profile: ClientProfile,
+    profile: GroupedProfile,
 }
 
 impl kvb_client {
@@ -52,7 +52,7 @@ impl kvb_profile {
         Ok(profile)
     }
 
-    pub(super) fn parts(&self) -> (&Client, &ClientProfile) {
+    pub(super) fn parts(&self) -> (&Client, &GroupedProfile) {
         (&self.client, &self.profile)
     }
 }
@@ -110,6 +110,7 @@ versioned! {
         tokens_per_block: u32,
         layout: u32,
         window: u32,
+        windows: *const u32,
     }
 
     /// See the header.
@@ -120,6 +121,8 @@ versioned! {
         tokens_per_block: u32,
         shift: u32,
         layout: u32,
+        groups: u32,
+        reserved: u32,
     }
 
     /// See the header.
@@ -312,7 +315,8 @@ pub unsafe extern "C" fn kvb_client_poll(client: *mut kvb_client) -> i32 {
 }
 
 /// # Safety
-/// As [`sized::read`]; texts are NULL or strings; unless NULL, `rows` points at `layers` rows.
+/// As [`sized::read`]; texts are NULL or strings; unless NULL, `rows` points at `layers` rows and `windows` at as many
+/// numbers.
 unsafe fn geometry(from: *const kvb_geometry) -> Result<Profile, Failure> {
     aligned(from, "geometry")?;
     // SAFETY: passed on to the caller.
@@ -333,7 +337,7 @@ unsafe fn geometry(from: *const kvb_geometry) -> Result<Profile, Failure> {
     // SAFETY: passed on to the caller.
     let (name, element) =
         unsafe { (text(g.name, "kvb_geometry.name")?, text(g.element, "kvb_geometry.element")?) };
-    let layers = if g.rows.is_null() {
+    let layers: Vec<(u32, Layer)> = if g.rows.is_null() {
         (0..g.layers).map(|n| (n, Layer { k_row: g.k_row, v_row: g.v_row })).collect()
     } else {
         if g.k_row != 0 || g.v_row != 0 {
@@ -346,13 +350,36 @@ unsafe fn geometry(from: *const kvb_geometry) -> Result<Profile, Failure> {
         }
         rows.iter().map(|r| (r.number, Layer { k_row: r.k_row, v_row: r.v_row })).collect()
     };
-    let window = Some(g.window).filter(|w| *w > 0);
-    let profile = Profile::new(name, element, layout, g.tokens_per_block, vec![Group { layers, window }]);
+    let windows = if g.windows.is_null() {
+        vec![g.window; layers.len()]
+    } else {
+        if g.window != 0 {
+            return Err(Failure::invalid("kvb_geometry: with windows, window must be 0"));
+        }
+        // SAFETY: passed on to the caller.
+        unsafe { elements(g.windows, g.layers as usize, "kvb_geometry.windows")? }.to_vec()
+    };
+    // Layers of one window are one group; those that keep all tokens come first.
+    let mut groups: Vec<Group> = Vec::new();
+    let kinds: std::collections::BTreeSet<u32> = windows.iter().copied().collect();
+    for kind in kinds {
+        let of_kind = layers.iter().zip(&windows).filter(|(_, w)| **w == kind).map(|(l, _)| *l);
+        groups.push(Group { layers: of_kind.collect(), window: Some(kind).filter(|w| *w > 0) });
+    }
+    let profile = Profile::new(name, element, layout, g.tokens_per_block, groups);
     profile.map_err(|e| Failure::invalid(e.to_string()))
 }
 
+/// The number of a layer that C calls by its index.
+pub(super) fn layer_number(profile: &GroupedProfile, index: u32) -> Result<usize, Failure> {
+    let mut layers = profile.layers();
+    let count = layers.len();
+    let number = layers.nth(index as usize).map(|n| n as usize);
+    number.ok_or_else(|| Failure::invalid(format!("layer {index} of {count}")))
+}
+
 fn register(client: &Client, profile: &Profile) -> Result<kvb_profile, Failure> {
-    let profile = client.profile(profile)?;
+    let profile = client.grouped_profile(profile)?;
     Ok(kvb_profile { birth: Birth::now(), client: client.clone(), profile })
 }
 
@@ -431,15 +458,17 @@ pub unsafe extern "C" fn kvb_profile_get_info(
         let p = profile.profile.profile();
         let info = kvb_profile_info {
             size: 0,
-            slot_bytes: profile.profile.slot_bytes() as u64,
+            slot_bytes: profile.profile.groups().iter().map(|g| g.slot_bytes() as u64).sum(),
             bytes_per_token: p.bytes_per_token(),
-            layers: p.groups()[0].layers.len() as u32,
+            layers: profile.profile.layers().len() as u32,
             tokens_per_block: p.tokens_per_block(),
             shift: p.block_shift(),
             layout: match p.layout() {
                 Layout::PlaneMajor => 0,
                 Layout::TokenMajor => 1,
             },
+            groups: p.groups().len() as u32,
+            reserved: 0,
         };
         // SAFETY: the header asks for a structure whose `size` bytes are there.
         unsafe { sized::write(out, "kvb_profile_info", info) }
@@ -459,11 +488,7 @@ pub unsafe extern "C" fn kvb_profile_plane(
         let profile = unsafe { kvb_profile::get(profile)? };
         aligned(out, "out")?;
         let kv = super::session::kv(kv)?;
-        let layers = profile.profile.profile().groups()[0].layers.len();
-        if layer as usize >= layers {
-            return Err(Failure::invalid(format!("layer {layer} of {layers}")));
-        }
-        let plane = profile.profile.planes(layer as usize)[kv as usize];
+        let plane = profile.profile.planes(layer_number(&profile.profile, layer)?)[kv as usize];
         // SAFETY: `out` was checked; a kvb_plane has no size in front and is never longer.
         unsafe { out.write(kvb_plane { offset: plane.offset, stride: plane.stride, row: plane.row }) };
         Ok(())
@@ -477,11 +502,14 @@ pub unsafe extern "C" fn kvb_profile_room(profile: *mut kvb_profile, out: *mut k
         // SAFETY: the header asks for a handle that is not closed.
         let profile = unsafe { kvb_profile::get(profile)? };
         aligned(out, "out")?;
-        let room = profile.profile.room()?;
-        let (capacity, free, held) = (room.capacity, room.free, room.held);
-        let room = kvb_room { size: 0, capacity, free, held, credit: profile.profile.credit().into() };
+        let mut all = kvb_room { size: 0, capacity: u64::MAX, free: u64::MAX, held: 0, credit: 0 };
+        for group in profile.profile.groups() {
+            let room = group.room()?;
+            (all.capacity, all.free) = (all.capacity.min(room.capacity), all.free.min(room.free));
+            (all.held, all.credit) = (all.held + room.held, all.credit + u64::from(group.credit()));
+        }
         // SAFETY: the header asks for a structure whose `size` bytes are there.
-        unsafe { sized::write(out, "kvb_room", room) }
+        unsafe { sized::write(out, "kvb_room", all) }
     })
 }
 

@@ -29,10 +29,10 @@ pub use client::{
 pub use error::{kvb_error, kvb_error_name, kvb_last_error, kvb_last_error_info};
 pub use session::{
     kvb_map, kvb_open_options, kvb_session, kvb_session_attach, kvb_session_close, kvb_session_ensure,
-    kvb_session_first_token, kvb_session_fork, kvb_session_map, kvb_session_open, kvb_session_pin,
-    kvb_session_read_row, kvb_session_seal, kvb_session_stats, kvb_session_tokens, kvb_session_trim,
-    kvb_session_trim_head, kvb_session_unpin, kvb_session_view, kvb_session_writable, kvb_session_write_row,
-    kvb_stats, kvb_view,
+    kvb_session_first_token, kvb_session_fork, kvb_session_map, kvb_session_map_layer, kvb_session_open,
+    kvb_session_pin, kvb_session_read_row, kvb_session_reserve, kvb_session_seal, kvb_session_set_rewind,
+    kvb_session_stats, kvb_session_tokens, kvb_session_trim, kvb_session_trim_head, kvb_session_unpin,
+    kvb_session_view, kvb_session_writable, kvb_session_write_row, kvb_stats, kvb_view,
 };
 
 pub use window::{
@@ -172,6 +172,7 @@ mod tests {
             tokens_per_block: 16,
             layout: 0,
             window: 0,
+            windows: std::ptr::null(),
         };
         let (mut client, mut profile, mut session) = (null_mut(), null_mut(), null_mut());
         // SAFETY: the structures live for the calls; each handle is closed once.

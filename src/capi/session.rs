@@ -6,23 +6,23 @@
 use std::ffi::{c_char, c_void};
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
-use super::client::{kvb_profile, versioned};
+use super::client::{kvb_profile, layer_number, versioned};
 use super::error::Code;
 use super::process::Birth;
 use super::sized::{self, Versioned};
 use super::{Failure, aligned, at, border, count, elements, hand_out, number, status, take_back, text};
-use crate::client::{OpenOptions, Session};
+use crate::client::{GroupedSession, OpenOptions, SessionStats};
 use crate::profile::Kv;
 
 /// A token sequence.
 #[derive(Debug)]
 pub struct kvb_session {
     birth: Birth,
-    session: RwLock<Session>,
+    session: RwLock<GroupedSession>,
 }
 
 impl kvb_session {
-    fn new(session: Session) -> Self {
+    fn new(session: GroupedSession) -> Self {
         kvb_session { birth: Birth::now(), session: RwLock::new(session) }
     }
 
@@ -53,7 +53,9 @@ fn locked<T>(lock: Result<T, TryLockError<T>>) -> Result<T, Failure> {
 ///
 /// # Safety
 /// `handle` is NULL or a session that is not closed.
-pub(super) unsafe fn read<'a>(handle: *const kvb_session) -> Result<RwLockReadGuard<'a, Session>, Failure> {
+pub(super) unsafe fn read<'a>(
+    handle: *const kvb_session,
+) -> Result<RwLockReadGuard<'a, GroupedSession>, Failure> {
     // SAFETY: passed on to the caller.
     locked(unsafe { kvb_session::get(handle)? }.session.try_read())
 }
@@ -62,7 +64,7 @@ pub(super) unsafe fn read<'a>(handle: *const kvb_session) -> Result<RwLockReadGu
 ///
 /// # Safety
 /// `handle` is NULL or a session that is not closed.
-pub(super) unsafe fn write<'a>(handle: *mut kvb_session) -> Result<RwLockWriteGuard<'a, Session>, Failure> {
+pub(super) unsafe fn write<'a>(handle: *mut kvb_session) -> Result<RwLockWriteGuard<'a, GroupedSession>, Failure> {
     // SAFETY: passed on to the caller.
     locked(unsafe { kvb_session::get(handle)? }.session.try_write())
 }
@@ -117,6 +119,7 @@ versioned! {
         blocks_shared: u64,
         blocks_credit: u64,
         block_bytes: u64,
+        bytes_held: u64,
     }
 }
 
@@ -145,7 +148,7 @@ pub unsafe extern "C" fn kvb_session_open(
         let max_tokens = Some(given.max_tokens).filter(|t| *t > 0);
         let zero = given.flags & KEEP_STALE_BYTES == 0;
         let (client, profile) = profile.parts();
-        let session = client.open(profile, OpenOptions { label, model, max_tokens, zero })?;
+        let session = client.open_grouped(profile, OpenOptions { label, model, max_tokens, zero })?;
         // SAFETY: checked first of all.
         unsafe { hand_out(out, kvb_session::new(session)) };
         Ok(())
@@ -177,6 +180,27 @@ pub unsafe extern "C" fn kvb_session_close(session: *mut kvb_session) -> i32 {
 pub unsafe extern "C" fn kvb_session_ensure(session: *mut kvb_session, tokens: u64) -> i32 {
     // SAFETY: the header asks for a handle that is not closed.
     status(|| Ok(unsafe { write(session)? }.ensure(number(tokens, "tokens")?)?))
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_reserve(session: *mut kvb_session, tokens: u64, step: u64) -> i32 {
+    status(|| {
+        let (tokens, step) = (number(tokens, "tokens")?, number(step, "step")?);
+        // SAFETY: the header asks for a handle that is not closed.
+        Ok(unsafe { write(session)? }.reserve(tokens, step)?)
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_set_rewind(session: *mut kvb_session, tokens: u64) -> i32 {
+    status(|| {
+        let tokens = number(tokens, "tokens")?;
+        // SAFETY: the header asks for a handle that is not closed.
+        unsafe { write(session)? }.set_rewind(tokens);
+        Ok(())
+    })
 }
 
 /// See the header.
@@ -279,7 +303,8 @@ pub unsafe extern "C" fn kvb_session_write_row(
     status(|| {
         // SAFETY: the header asks for a handle that is not closed, and for `bytes` bytes of the caller's own memory.
         let (mut session, row) = unsafe { (write(session)?, elements(row.cast::<u8>(), bytes, "row")?) };
-        Ok(session.write_row(number(token, "token")?, layer as usize, kv(plane)?, row)?)
+        let layer = layer_number(session.profile(), layer)?;
+        Ok(session.write_row(number(token, "token")?, layer, kv(plane)?, row)?)
     })
 }
 
@@ -298,15 +323,12 @@ pub unsafe extern "C" fn kvb_session_read_row(
         let session = unsafe { read(session)? };
         let (token, kv) = (number(token, "token")?, kv(plane)?);
         aligned(row, "row")?;
-        let layers = session.profile().groups()[0].layers.len();
-        if layer as usize >= layers {
-            return Err(Failure::invalid(format!("layer {layer} of {layers}")));
-        }
-        let held = session.first_token()..session.tokens();
+        let number = layer_number(session.profile(), layer)?;
+        let held = first_of(&session, number)..session.tokens();
         if !held.contains(&token) {
             return Err(Failure::invalid(format!("token {token}: the session holds {held:?}")));
         }
-        let paged = session.paged(layer as usize);
+        let paged = session.paged(number);
         let row_bytes = [paged.k.row, paged.v.row][kv as usize];
         if bytes != row_bytes {
             return Err(Failure::invalid(format!(
@@ -315,7 +337,7 @@ pub unsafe extern "C" fn kvb_session_read_row(
         }
         // SAFETY: the token is in the table, so its row lies in a mapped block; the header asks for `bytes` bytes of the
         // caller's own memory. No slice: C need not have written there.
-        unsafe { row.cast::<u8>().copy_from_nonoverlapping(session.row(token, layer as usize, kv), bytes) };
+        unsafe { row.cast::<u8>().copy_from_nonoverlapping(session.row(token, number, kv), bytes) };
         Ok(())
     })
 }
@@ -327,20 +349,54 @@ pub unsafe extern "C" fn kvb_session_map(session: *const kvb_session, out: *mut 
         // SAFETY: the header asks for a handle that is not closed.
         let session = unsafe { read(session)? };
         aligned(out, "out")?;
-        let table = session.table();
-        let map = kvb_map {
-            size: 0,
-            base: session.base(),
-            table: table.as_ptr(),
-            blocks: table.len(),
-            first_token: session.first_token(),
-            tokens: session.tokens(),
-            shift: session.profile().block_shift(),
-            reserved: 0,
-        };
+        if session.groups().len() > 1 {
+            return Err(Failure::invalid(format!(
+                "the session has {} block tables: ask for that of a layer (kvb_session_map_layer)",
+                session.groups().len()
+            )));
+        }
         // SAFETY: the header asks for a structure whose `size` bytes are there.
-        unsafe { sized::write(out, "kvb_map", map) }
+        unsafe { sized::write(out, "kvb_map", map_of(&session, 0)) }
     })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_map_layer(
+    session: *const kvb_session,
+    layer: u32,
+    out: *mut kvb_map,
+) -> i32 {
+    status(|| {
+        // SAFETY: the header asks for a handle that is not closed.
+        let session = unsafe { read(session)? };
+        aligned(out, "out")?;
+        let number = layer_number(session.profile(), layer)?;
+        let group = session.profile().group_of(number).unwrap_or(0);
+        // SAFETY: the header asks for a structure whose `size` bytes are there.
+        unsafe { sized::write(out, "kvb_map", map_of(&session, group)) }
+    })
+}
+
+/// The table of one layer group.
+fn map_of(session: &GroupedSession, group: usize) -> kvb_map {
+    let one = &session.groups()[group];
+    let table = one.table();
+    kvb_map {
+        size: 0,
+        base: one.base(),
+        table: table.as_ptr(),
+        blocks: table.len(),
+        first_token: one.first_token(),
+        tokens: session.tokens(),
+        shift: one.profile().block_shift(),
+        reserved: 0,
+    }
+}
+
+/// The first token that a layer still has.
+pub(super) fn first_of(session: &GroupedSession, layer: usize) -> usize {
+    session.profile().group_of(layer).map_or(0, |group| session.groups()[group].first_token())
 }
 
 /// See the header.
@@ -361,7 +417,8 @@ pub unsafe extern "C" fn kvb_session_view(
         // SAFETY: the header asks for a structure whose `size` bytes are there.
         unsafe { sized::check(out, "kvb_view")? };
         let address = Some(address.cast::<u8>()).filter(|a| !a.is_null());
-        let view = session.plane(layer as usize, kv(plane)?, number(capacity, "capacity")?, address)?;
+        let (layer, capacity) = (layer_number(session.profile(), layer)?, number(capacity, "capacity")?);
+        let view = session.plane(layer, kv(plane)?, capacity, address)?;
         let view = kvb_view {
             size: 0,
             address: view.address,
@@ -381,16 +438,20 @@ pub unsafe extern "C" fn kvb_session_stats(session: *const kvb_session, out: *mu
         // SAFETY: the header asks for a handle that is not closed.
         let session = unsafe { read(session)? };
         aligned(out, "out")?;
-        let s = session.stats();
+        let groups = session.groups();
+        let sum = |count: fn(SessionStats) -> usize| {
+            groups.iter().map(|group| count(group.stats()) as u64).sum::<u64>()
+        };
         let stats = kvb_stats {
             size: 0,
-            id: session.id(),
-            tokens: s.tokens as u64,
+            id: groups[0].id(),
+            tokens: session.tokens() as u64,
             first_token: session.first_token() as u64,
-            blocks_private: s.blocks_private as u64,
-            blocks_shared: s.blocks_shared as u64,
-            blocks_credit: s.blocks_credit as u64,
-            block_bytes: s.block_bytes as u64,
+            blocks_private: sum(|s| s.blocks_private),
+            blocks_shared: sum(|s| s.blocks_shared),
+            blocks_credit: sum(|s| s.blocks_credit),
+            block_bytes: sum(|s| s.block_bytes),
+            bytes_held: session.bytes_held() as u64,
         };
         // SAFETY: the header asks for a structure whose `size` bytes are there.
         unsafe { sized::write(out, "kvb_stats", stats) }

@@ -7,13 +7,13 @@ use std::ffi::c_char;
 use std::os::fd::{AsRawFd, IntoRawFd};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-use super::client::versioned;
+use super::client::{layer_number, versioned};
 use super::error::Code;
 use super::process::Birth;
 use super::session::{self, kv, kvb_session};
 use super::sized::{self, Versioned};
 use super::{Failure, aligned, at, border, count, hand_out, number, status, take_back};
-use crate::client::{Batch, Window, WindowOptions, WindowPlace};
+use crate::client::{Batch, GroupedSession, Session, Window, WindowOptions, WindowPlace};
 use crate::window::{How, What};
 
 /// A window, with the halves of the staging buffer that it has.
@@ -26,6 +26,8 @@ pub struct kvb_window {
 #[derive(Debug)]
 struct Inner {
     window: Window,
+    /// Of the session.
+    group: usize,
     batches: [Option<Batch>; 2],
 }
 
@@ -86,6 +88,20 @@ impl kvb_window {
     }
 }
 
+/// The session of the window's group, for changing.
+fn of_group<'a>(session: &'a mut GroupedSession, inner: &Inner) -> Result<&'a mut Session, Failure> {
+    session.group_mut(inner.group).ok_or_else(other_model)
+}
+
+/// The same, for reading.
+fn in_group<'a>(session: &'a GroupedSession, inner: &Inner) -> Result<&'a Session, Failure> {
+    session.groups().get(inner.group).ok_or_else(other_model)
+}
+
+fn other_model() -> Failure {
+    Failure::invalid("the window is of another session, with other layer groups")
+}
+
 impl Inner {
     fn held(&self) -> Option<&Batch> {
         self.batches.iter().flatten().next()
@@ -137,9 +153,13 @@ pub unsafe extern "C" fn kvb_session_window(
         let (mut session, given) =
             unsafe { (session::write(session)?, sized::read(options, "kvb_window_options")?) };
         let tokens = number(given.first, "first")?..number(given.end, "end")?;
+        // Layers go by their number in the model; a window is over the blocks of one group of them.
+        let layer = layer_number(session.profile(), given.layer)?;
+        let no_layer = || Failure::invalid(format!("there is no layer {}", given.layer));
+        let (group, index) = session.profile().place_of(layer).ok_or_else(no_layer)?;
         let what = match given.what {
             0 => What::Blocks,
-            1 => What::Plane { layer: given.layer, kv: kv(given.kv)? },
+            1 => What::Plane { layer: index as u32, kv: kv(given.kv)? },
             other => {
                 let text = format!("what {other}: KVB_WHOLE_BLOCKS is 0, KVB_ONE_PLANE is 1");
                 return Err(Failure::invalid(text));
@@ -159,8 +179,9 @@ pub unsafe extern "C" fn kvb_session_window(
         }
         let capacity = Some(number(given.capacity, "capacity")?).filter(|c| *c > 0);
         let options = WindowOptions { how, read_only: given.flags & READ_ONLY != 0, capacity };
-        let window = session.window_with(tokens, what, options)?;
-        let inner = Mutex::new(Inner { window, batches: [None, None] });
+        let one = session.group_mut(group).ok_or_else(no_layer)?;
+        let window = one.window_with(tokens, what, options)?;
+        let inner = Mutex::new(Inner { window, group, batches: [None, None] });
         // SAFETY: checked first of all.
         unsafe { hand_out(out, kvb_window { birth: Birth::now(), inner }) };
         Ok(())
@@ -201,6 +222,7 @@ pub unsafe extern "C" fn kvb_window_extend(
                 "a window with a batch in hand cannot be extended: release it first",
             ));
         }
+        let session = of_group(&mut session, &inner)?;
         Ok(session.extend_window(&mut inner.window, number(end, "end")?)?)
     })
 }
@@ -214,7 +236,7 @@ pub unsafe extern "C" fn kvb_window_is_current(
     border(|| {
         // SAFETY: the header asks for handles that are not closed.
         let (inner, session) = unsafe { (kvb_window::lock(window)?, session::read(session)?) };
-        Ok(i64::from(session.is_current(&inner.window)))
+        Ok(i64::from(in_group(&session, &inner)?.is_current(&inner.window)))
     }) as i32
 }
 
@@ -306,7 +328,7 @@ pub unsafe extern "C" fn kvb_window_load(
         unsafe {
             sized::check(out, "kvb_batch")?;
             let (mut inner, session) = (kvb_window::lock(window)?, session::read(session)?);
-            let batch = session.load(&inner.window, inner.held(), number(at, "at")?)?;
+            let batch = in_group(&session, &inner)?.load(&inner.window, inner.held(), number(at, "at")?)?;
             inner.hand_out_batch(batch, out)
         }
     })
@@ -326,7 +348,7 @@ pub unsafe extern "C" fn kvb_window_batch(
         unsafe {
             sized::check(out, "kvb_batch")?;
             let (mut inner, session) = (kvb_window::lock(window)?, session::read(session)?);
-            let batch = session.batch(&inner.window, inner.held(), number(at, "at")?)?;
+            let batch = in_group(&session, &inner)?.batch(&inner.window, inner.held(), number(at, "at")?)?;
             inner.hand_out_batch(batch, out)
         }
     })
@@ -346,7 +368,8 @@ pub unsafe extern "C" fn kvb_window_drain(
             (kvb_window::lock(window)?, session::write(session)?, sized::read(batch, "kvb_batch")?)
         };
         inner.batch(&named)?;
-        let Inner { window, batches } = &*inner;
+        let session = of_group(&mut session, &inner)?;
+        let Inner { window, batches, .. } = &*inner;
         // Just found there.
         batches[named.half as usize].iter().try_for_each(|batch| Ok(session.drain(window, batch)?))
     })

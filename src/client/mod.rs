@@ -30,6 +30,7 @@
 mod arena;
 mod credit;
 mod error;
+mod groups;
 mod link;
 mod pager;
 mod session;
@@ -46,6 +47,7 @@ use std::time::Duration;
 use sha2::{Digest, Sha256};
 
 pub use error::Error;
+pub use groups::{GroupedProfile, GroupedSession};
 pub use link::Embedded;
 pub use pager::{Notice, Notify, Pager, PagerOptions, PagerPlane, PagerStats};
 pub use session::{Batch, Session, SessionStats, StagingStats, Window, WindowOptions, WindowPlace};
@@ -169,6 +171,7 @@ struct Format {
     profile: Profile,
     planes: Vec<[Plane; 2]>,
     slot_bytes: usize,
+    blocks_per_extent: u32,
     credits: Credits,
     sessions: AtomicUsize,
 }
@@ -276,12 +279,12 @@ impl Client {
         self.shared.info
     }
 
-    /// Registers a geometry. Refused when a block of it does not fit an extent. Profiles of several layer groups are
-    /// not served yet.
+    /// Registers a geometry of one layer group. Refused when a block of it does not fit an extent. For several groups:
+    /// [`grouped_profile`](Self::grouped_profile).
     pub fn profile(&self, profile: &Profile) -> Result<ClientProfile, Error> {
         if profile.groups().len() != 1 {
             let text = format!(
-                "profile {} has {} layer groups: one is served so far",
+                "profile {} has {} layer groups: register it with grouped_profile",
                 profile.name(),
                 profile.groups().len()
             );
@@ -296,6 +299,7 @@ impl Client {
                 id: format.format.get(),
                 planes: profile.planes(0),
                 slot_bytes: format.slot_bytes.get() as usize,
+                blocks_per_extent: format.blocks_per_extent.get(),
                 credits: Credits::new(self.shared.arena.capacity(), format.blocks_per_extent.get()),
                 profile: profile.clone(),
                 sessions: AtomicUsize::new(0),
@@ -386,6 +390,12 @@ impl ClientProfile {
         }
         got.into_iter().for_each(|spare| self.format.credits.give(spare));
         Ok(())
+    }
+
+    /// Gives blocks back that have been reserved, as far as they are still there.
+    fn unreserve(&self, blocks: u32) -> Result<(), Error> {
+        let spares = std::iter::from_fn(|| self.format.credits.take()).take(blocks as usize).collect();
+        self.client.free(&self.format, spares)
     }
 
     /// Blocks that this process has ahead of need.

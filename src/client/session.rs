@@ -6,6 +6,7 @@
 
 #![allow(unsafe_code)]
 
+mod skip;
 mod window;
 
 use std::ops::Range;
@@ -114,6 +115,11 @@ impl Session {
             blocks_credit: self.format.credits.count() as usize,
             block_bytes: self.format.slot_bytes,
         }
+    }
+
+    /// Blocks that this process has ahead of need when nothing is amiss.
+    pub(super) fn credit_ahead(&self) -> usize {
+        self.client.options.credit_ahead as usize
     }
 
     fn shift(&self) -> u32 {
@@ -489,7 +495,9 @@ impl Session {
         let keep = tokens.div_ceil(self.per_block()).max(self.head);
         if keep < self.entries.len() {
             self.hide_all(keep..self.entries.len())?;
-            if let Err(e) = self.send_trim(tokens, self.head, self.entries.len() - keep) {
+            // As many as are kept ahead of need anyway stay credit: going back and forth over a block's end costs nothing.
+            let release = self.entries.len() - keep > self.credit_ahead();
+            if let Err(e) = self.send_trim(tokens, self.head, release) {
                 self.show_again(keep..self.entries.len());
                 return Err(e);
             }
@@ -505,6 +513,11 @@ impl Session {
     /// Drops the tokens before `first`, as far as they fill whole blocks (sliding window). Returns the first token that
     /// is still there.
     pub fn trim_head(&mut self, first: usize) -> Result<usize, Error> {
+        self.trim_head_keeping(first, self.credit_ahead())
+    }
+
+    /// [`trim_head`](Self::trim_head) of which up to `keep` blocks become credit; if there are more, all go back.
+    pub(super) fn trim_head_keeping(&mut self, first: usize, keep: usize) -> Result<usize, Error> {
         if first > self.tokens {
             return Err(Error::Invalid(format!(
                 "cannot drop {first} tokens: the session holds {}",
@@ -514,7 +527,7 @@ impl Session {
         let head = first >> self.shift();
         if head > self.head {
             self.hide_all(self.head..head)?;
-            if let Err(e) = self.send_trim(self.tokens, head, head - self.head) {
+            if let Err(e) = self.send_trim(self.tokens, head, head - self.head > keep) {
                 self.show_again(self.head..head);
                 return Err(e);
             }
@@ -523,9 +536,7 @@ impl Session {
         Ok(self.first_token())
     }
 
-    fn send_trim(&mut self, tokens: usize, head: usize, dropped: usize) -> Result<(), Error> {
-        // As many as are kept ahead of need anyway stay credit: going back and forth over a block's end costs nothing.
-        let release = dropped > self.client.options.credit_ahead as usize;
+    fn send_trim(&mut self, tokens: usize, head: usize, release: bool) -> Result<(), Error> {
         let reply = self.call(Verb::Trim, |w, report, blocks| {
             w.put(&wire::Trim {
                 report,
@@ -582,6 +593,12 @@ impl Session {
             return Err(Error::Invalid(text));
         }
         let (shift, end) = (self.shift(), ids.len() >> self.shift());
+        if self.sealed < self.head {
+            if end <= self.head {
+                return Ok(self.sealed << shift);
+            }
+            self.name_dropped(ids)?;
+        }
         while self.sealed < end {
             let from = self.sealed;
             let to = end.min(from + (MAX_TOKENS >> shift).max(1));
@@ -608,12 +625,18 @@ impl Session {
         if self.tokens > 0 {
             return Err(Error::Invalid(format!("the session holds {} tokens already", self.tokens)));
         }
+        self.attach_on(ids, false)
+    }
+
+    /// Shares what is published of a prompt from where the table ends, which holds whole sealed blocks only. `open`: the
+    /// prompt goes on after `ids`, so that its last token need not be left out.
+    fn attach_on(&mut self, ids: &[u32], open: bool) -> Result<usize, Error> {
         let ids = &ids[..ids.len().min(self.view_blocks().saturating_mul(self.per_block()))];
         let most = MAX_TOKENS & !(self.per_block() - 1);
         loop {
-            let rest = &ids[self.entries.len() << self.shift()..];
+            let rest = ids.get(self.entries.len() << self.shift()..).unwrap_or_default();
             let some = &rest[..rest.len().min(most)];
-            let more = some.len() < rest.len();
+            let more = open || some.len() < rest.len();
             let reply = self.client.call(Verb::Attach, self.id, |w| {
                 w.put(&wire::Attach { count: (some.len() as u32).into(), more: u32::from(more).into() });
                 w.put_tokens(some);
@@ -640,7 +663,7 @@ impl Session {
             self.tokens = tokens as usize;
             // Further on while whole blocks match and there are more to look up.
             let whole = self.tokens == self.entries.len() << self.shift();
-            if found == 0 || !whole || self.tokens + 1 >= ids.len() {
+            if found == 0 || !whole || self.tokens + usize::from(!open) >= ids.len() {
                 return Ok(self.tokens);
             }
         }
@@ -667,8 +690,8 @@ impl Session {
         Ok(read_one::<wire::Counted>(&reply)?.blocks.get() as usize)
     }
 
-    /// Keeps the sealed blocks among the first `tokens` tokens for ever, whoever comes and goes. Returns how many
-    /// blocks were not pinned before.
+    /// Keeps the sealed blocks among the first `tokens` tokens for ever, whoever comes and goes; of a profile with a
+    /// window, those that the token after them sees. Returns how many blocks were not pinned before.
     pub fn pin(&mut self, tokens: usize) -> Result<usize, Error> {
         self.send_pin(tokens, true)
     }

@@ -9,12 +9,14 @@ use std::path::{Path, PathBuf};
 use serde::Deserialize;
 use thiserror::Error;
 
+use super::check::{self, Outlook};
 use crate::broker::Policy;
 use crate::client::DEFAULT_SOCKET;
+use crate::heap::DmaHeap;
 use crate::id::Tenant;
-use crate::model::{KvType, ModelError, ModelShape, ShapeError};
-use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize};
-use crate::profile::{Profile, ProfileError};
+use crate::model::{KvType, ModelShape};
+use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, Extents, PackingError};
+use crate::profile::Profile;
 use crate::size::Size;
 
 /// Why there is no configuration.
@@ -25,14 +27,10 @@ pub enum ConfigError {
     Read { path: PathBuf, source: std::io::Error },
     #[error("{path}: {message}")]
     Parse { path: PathBuf, message: String },
-    #[error("{0}")]
-    Value(String),
-    #[error("model of a [[profile]]: {0}")]
-    Model(#[from] ModelError),
-    #[error("[[profile]] {name}: {source}")]
-    Shape { name: String, source: ShapeError },
-    #[error("[[profile]] {name}: {source}")]
-    Profile { name: String, source: ProfileError },
+    #[error("{origin}: {text}")]
+    Value { origin: String, text: String },
+    #[error("{origin}: {key} = {value}: {why}")]
+    Setting { origin: String, key: String, value: String, why: String },
 }
 
 /// How the device that reads the pool reaches memory.
@@ -261,6 +259,45 @@ pub struct Overrides {
     pub admin_socket: Option<PathBuf>,
 }
 
+/// Which file a key was last set in.
+#[derive(Debug, Clone, Default)]
+pub(super) struct Origins(BTreeMap<String, PathBuf>);
+
+impl Origins {
+    /// Notes that `path` sets all keys of `table`: `pool.size`, `tenant`.
+    fn note(&mut self, path: &Path, table: &toml::Table) {
+        for (name, value) in table {
+            match value {
+                toml::Value::Table(keys) => {
+                    self.0.extend(keys.keys().map(|key| (format!("{name}.{key}"), path.into())));
+                }
+                _ => _ = self.0.insert(name.clone(), path.into()),
+            }
+        }
+    }
+
+    fn forget(&mut self, keys: &[(&str, bool)]) {
+        for (key, _) in keys.iter().filter(|(_, given)| *given) {
+            self.0.remove(*key);
+        }
+    }
+
+    /// The file, for people.
+    fn of(&self, key: &str) -> String {
+        self.0.get(key).map_or_else(|| "command line or defaults".into(), |path| path.display().to_string())
+    }
+
+    /// The refusal of a value.
+    pub fn wrong(&self, key: &str, value: impl std::fmt::Display, why: String) -> ConfigError {
+        ConfigError::Setting { origin: self.of(key), key: key.into(), value: value.to_string(), why }
+    }
+
+    /// The refusal of something that is not one value.
+    fn refuse(&self, key: &str, text: String) -> ConfigError {
+        ConfigError::Value { origin: self.of(key), text }
+    }
+}
+
 /// Everything that the daemon needs to know.
 #[derive(Debug, Clone)]
 pub struct Config {
@@ -298,6 +335,16 @@ pub struct Config {
     limits: Policy,
     tenant_limit: Option<Size>,
     tenant_limits: BTreeMap<Tenant, Size>,
+    /// Where each key was set, for what is said about it.
+    pub(super) origins: Origins,
+}
+
+impl Default for Config {
+    /// What an empty file gives.
+    fn default() -> Self {
+        Config::from_file(File::default(), &Overrides::default(), Origins::default())
+            .expect("the defaults are consistent: a test reads them")
+    }
 }
 
 impl Config {
@@ -305,6 +352,7 @@ impl Config {
     /// their names; later ones win, key by key. Then the command line.
     pub fn read(path: &Path, must_exist: bool, over: &Overrides) -> Result<Self, ConfigError> {
         let mut merged = toml::Table::new();
+        let mut origins = Origins::default();
         let mut files = Vec::new();
         match std::fs::read_to_string(path) {
             Ok(text) => files.push((path.to_path_buf(), text)),
@@ -317,49 +365,111 @@ impl Config {
             // Each file by itself first, so that a mistake is shown where it stands.
             toml::from_str::<File>(&text).map_err(|e| parse(explain(&e, &text)))?;
             let table: toml::Table = text.parse().map_err(|e: toml::de::Error| parse(e.to_string()))?;
+            origins.note(&path, &table);
             merge(&mut merged, table);
         }
-        let file: File = merged.try_into().map_err(|e: toml::de::Error| ConfigError::Value(e.to_string()))?;
-        Config::from_file(file, over)
+        let whole = |e: toml::de::Error| ConfigError::Parse { path: path.into(), message: e.to_string() };
+        let file: File = merged.try_into().map_err(whole)?;
+        origins.forget(&[
+            ("pool.size", over.pool.is_some()),
+            ("pool.backend", over.backend.is_some()),
+            ("pool.heap", over.heap.is_some()),
+            ("pool.extent", over.extent.is_some()),
+            ("profile", over.model.is_some()),
+            ("socket.path", over.socket.is_some()),
+            ("socket.admin-path", over.admin_socket.is_some()),
+        ]);
+        Config::from_file(file, over, origins)
     }
 
-    fn from_file(file: File, over: &Overrides) -> Result<Self, ConfigError> {
-        let mut profiles = file.profile.iter().map(profile).collect::<Result<Vec<_>, _>>()?;
+    /// Refuses what contradicts itself: the same on every machine.
+    pub fn consistent(&self) -> Result<(), ConfigError> {
+        check::consistent(self).map(|_| ())
+    }
+
+    /// What a start on this machine would take; refuses what can be known to fail. Takes no memory.
+    pub fn outlook(&self) -> Result<Outlook, ConfigError> {
+        check::possible_here(self)
+    }
+
+    /// The configured size of the pool.
+    pub fn pool(&self) -> Size {
+        Size::from_bytes(self.pool_bytes)
+    }
+
+    /// Whether the pool comes from a heap under /dev/dma_heap.
+    pub fn wants_heap(&self) -> bool {
+        check::backend(self).0 == crate::heap::Backend::DmaHeap
+    }
+
+    /// Whether a device that cannot scatter is configured to read the pool.
+    pub fn reads_contiguous(&self) -> bool {
+        self.device == DeviceAccess::Contiguous
+    }
+
+    /// The most connections that are served.
+    pub fn connections(&self) -> u32 {
+        self.limits.connections
+    }
+
+    /// How the pool is cut on a machine with pages of `page` bytes.
+    pub fn extents(&self, page: u64) -> Result<Extents, PackingError> {
+        check::cut_for(self, page, self.wants_heap())
+    }
+
+    /// The heap that would be taken, as a path of the board whose files are below `root`; `None` if none is named and
+    /// none is a CMA heap by its name.
+    pub fn heap_below(&self, root: &Path) -> Option<String> {
+        let below = root.join(self.heap_directory.strip_prefix("/").unwrap_or(&self.heap_directory));
+        let path = match &self.heap {
+            Some(heap) => self.heap_directory.join(heap),
+            None => self.heap_directory.join(DmaHeap::find(&below)?.file_name()?),
+        };
+        Some(path.display().to_string())
+    }
+
+    /// The limits of tenants as they are written; without uid the one for all.
+    pub(super) fn tenant_limits(&self) -> impl Iterator<Item = (Option<u32>, Size)> + '_ {
+        let each = self.tenant_limits.iter().map(|(tenant, limit)| (Some(tenant.0), *limit));
+        self.tenant_limit.map(|limit| (None, limit)).into_iter().chain(each)
+    }
+
+    fn from_file(file: File, over: &Overrides, origins: Origins) -> Result<Self, ConfigError> {
+        let mut profiles =
+            file.profile.iter().map(|t| profile(t, &origins)).collect::<Result<Vec<_>, _>>()?;
         if let Some(model) = &over.model {
-            profiles = vec![profile(&ProfileTable {
-                model: Some(model.clone()),
-                name: None,
-                layers: None,
-                kv_heads: None,
-                head_dim: None,
-                kv_type: over.kv_type.clone().unwrap_or_else(default_kv_type),
-                tokens_per_block: over.tokens_per_block.unwrap_or_else(default_tokens_per_block),
-            })?];
+            profiles = vec![profile(
+                &ProfileTable {
+                    model: Some(model.clone()),
+                    name: None,
+                    layers: None,
+                    kv_heads: None,
+                    head_dim: None,
+                    kv_type: over.kv_type.clone().unwrap_or_else(default_kv_type),
+                    tokens_per_block: over.tokens_per_block.unwrap_or_else(default_tokens_per_block),
+                },
+                &origins,
+            )?];
         }
         if profiles.is_empty() {
             profiles.push(Profile::reference());
         }
-        let bad_mode = || {
-            ConfigError::Value(format!(
-                "socket.mode = \"{}\": write it in octal, such as \"0660\"",
-                file.socket.mode
-            ))
-        };
+        let bad_mode =
+            || origins.wrong("socket.mode", &file.socket.mode, "write it in octal, such as \"0660\"".into());
         let mode =
             u32::from_str_radix(&file.socket.mode, 8).ok().filter(|m| *m <= 0o777).ok_or_else(bad_mode)?;
         let mut tenant_limits = BTreeMap::new();
         for t in &file.tenant {
             if tenant_limits.insert(Tenant(t.uid), t.limit).is_some() {
-                return Err(ConfigError::Value(format!("[[tenant]] uid = {} stands there twice", t.uid)));
+                let text = format!("[[tenant]] uid = {} stands there twice", t.uid);
+                return Err(origins.refuse("tenant", text));
             }
         }
         let pool_bytes = over.pool.unwrap_or(file.pool.size).bytes();
         let minimum_bytes = file.pool.minimum.map_or(pool_bytes / 2, Size::bytes);
         if minimum_bytes > pool_bytes {
-            let (least, size) = (Size::from_bytes(minimum_bytes), Size::from_bytes(pool_bytes));
-            return Err(ConfigError::Value(format!(
-                "pool.minimum = {least} is more than the pool of {size}"
-            )));
+            let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
+            return Err(origins.wrong("pool.minimum", Size::from_bytes(minimum_bytes).exact(), why));
         }
         if file.pool.device == DeviceAccess::Vfio && file.device.node.is_none() {
             return Err(ConfigError::Value(
@@ -406,6 +516,7 @@ impl Config {
             limits,
             tenant_limit: file.limits.tenant,
             tenant_limits,
+            origins,
         })
     }
 
@@ -421,8 +532,8 @@ impl Config {
     }
 }
 
-fn profile(t: &ProfileTable) -> Result<Profile, ConfigError> {
-    let value = |text: String| ConfigError::Value(text);
+fn profile(t: &ProfileTable, origins: &Origins) -> Result<Profile, ConfigError> {
+    let value = |text: String| origins.refuse("profile", text);
     let kv: KvType = t.kv_type.parse().map_err(|e| value(format!("[[profile]] kv-type: {e}")))?;
     if let Some(path) = &t.model {
         if t.layers.or(t.kv_heads).or(t.head_dim).is_some() {
@@ -430,9 +541,10 @@ fn profile(t: &ProfileTable) -> Result<Profile, ConfigError> {
                 "[[profile]]: give a model, or layers, kv-heads and head-dim, not both".into(),
             ));
         }
-        let shape = ModelShape::from_path(path)?;
+        let shape = ModelShape::from_path(path).map_err(|e| value(format!("[[profile]] model: {e}")))?;
         let name = t.name.clone().unwrap_or_else(|| shape.name.clone());
-        return shape.profile(kv, t.tokens_per_block).map_err(|source| ConfigError::Shape { name, source });
+        let made = shape.profile(kv, t.tokens_per_block);
+        return made.map_err(|e| value(format!("[[profile]] {name}: {e}")));
     }
     let name = t.name.clone().unwrap_or_else(|| "unnamed".into());
     let need =
@@ -443,7 +555,7 @@ fn profile(t: &ProfileTable) -> Result<Profile, ConfigError> {
         .row_bytes(u64::from(heads) * u64::from(dim))
         .map_err(|e| value(format!("[[profile]] {name}: {e}")))?;
     Profile::uniform(name.clone(), kv.name(), layers, row, row, t.tokens_per_block)
-        .map_err(|source| ConfigError::Profile { name, source })
+        .map_err(|e| value(format!("[[profile]] {name}: {e}")))
 }
 
 fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
@@ -597,7 +709,9 @@ mod tests {
         assert!(read("[socket]\nmode = \"rw\"\n").unwrap_err().contains("octal"));
         assert!(read("[[profile]]\nlayers = 2\n").unwrap_err().contains("kv-heads is missing"));
         assert!(
-            read("[pool]\nsize = \"1M\"\nminimum = \"2M\"\n").unwrap_err().contains("more than the pool")
+            read("[pool]\nsize = \"1M\"\nminimum = \"2M\"\n")
+                .unwrap_err()
+                .contains("more than the pool of 1 MiB")
         );
         let twice = "[[tenant]]\nuid = 1\nlimit = \"1M\"\n[[tenant]]\nuid = 1\nlimit = \"2M\"\n";
         assert!(read(twice).unwrap_err().contains("uid = 1 stands there twice"));
@@ -620,6 +734,69 @@ mod tests {
         assert_eq!(read(&over).unwrap().pool_bytes, 8 << 20);
         std::fs::write(drop_in.join("40-d.toml"), "[pol]\n").unwrap();
         assert!(read(&Overrides::default()).unwrap_err().to_string().contains("40-d.toml"));
+    }
+
+    #[test]
+    fn a_value_that_no_start_could_serve_is_refused_with_its_file_key_and_value() {
+        let refused = |text: &str| {
+            let e = read(text).and_then(|c| c.consistent().map_err(|e| e.to_string())).unwrap_err();
+            e[e.rfind("kvbroker.toml").unwrap_or_else(|| panic!("the file is not named: {e}"))..].to_owned()
+        };
+        let contiguous = "[pool]\ndevice = \"contiguous\"\nbackend = \"memfd\"\n";
+        let long = format!("[socket]\npath = \"/{}\"\n", "s".repeat(107));
+        for (text, words) in [
+            ("[pool]\ncma-alignment-order = 99\n", "pool.cma-alignment-order = 99: the kernel's"),
+            ("[pool]\nsize = \"64K\"\n", "pool.size = 64K: a pool of 64 KiB holds no extent of 384 KiB"),
+            ("[pool]\nextent = \"100B\"\n", "pool.extent = 100B: an extent of 100B is not a whole number"),
+            ("[pool]\nextent = \"64K\"\n", "pool.extent = 64K: a block of 384 KiB never fits"),
+            (
+                "[pool]\nminimum = \"256M\"\n",
+                "pool.minimum = 256M: after packing, the pool is 85 extents, 255 MiB",
+            ),
+            (contiguous, "pool.backend = memfd: the pages of a memfd are scattered"),
+            ("[pool]\nheap = \"\"\n", "pool.heap = \"\": an empty path"),
+            ("[socket]\npath = \"\"\n", "socket.path = \"\": an empty path"),
+            (&long, "108 bytes are too long"),
+            ("[socket]\nadmin-path = \"/run/kvbroker/kvbroker.sock\"\n", "a socket each"),
+            ("[socket]\nmode = \"999\"\n", "socket.mode = 999: write it in octal"),
+            ("[limits]\nconnections = 0\n", "limits.connections = 0: nobody could use"),
+            ("[limits]\nsessions-per-connection = 0\n", "limits.sessions-per-connection = 0"),
+            ("[limits]\ntenant = \"2M\"\n", "limits.tenant = 2M: a tenant owns whole extents, and one is 3M"),
+            ("[[tenant]]\nuid = 7\nlimit = \"0B\"\n", "tenant = uid 7, limit 0B"),
+            ("[[tenant]]\nuid = 4294967295\nlimit = \"96M\"\n", "no user can have this uid"),
+            ("[[profile]]\nmodel = \"/nowhere/config.json\"\n", "[[profile]] model: "),
+        ] {
+            let said = refused(text);
+            assert!(said.contains(words), "{text}: {said}");
+        }
+        assert!(read("[pool]\nsize = \"9M\"\n").unwrap().consistent().is_ok());
+    }
+
+    #[test]
+    fn wrong_types_and_keys_that_stand_there_twice_are_named_with_their_line() {
+        let said = read("[pool]\nlock = \"yes\"\n").unwrap_err();
+        assert!(said.contains("line 2") && said.contains("expected a boolean"), "{said}");
+        let said = read("[pool]\nsize = \"1M\"\nsize = \"2M\"\n").unwrap_err();
+        assert!(said.contains("line 3") && said.contains("duplicate key"), "{said}");
+        let said = read("[limits]\nconnections = -1\n").unwrap_err();
+        assert!(said.contains("line 2"), "{said}");
+        let said = read("[poll]\n").unwrap_err();
+        assert!(said.ends_with("did you mean `pool`?"), "{said}");
+    }
+
+    #[test]
+    fn a_wrong_value_is_laid_at_the_drop_in_that_set_it_or_at_the_command_line() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kvbroker.toml");
+        let drop_in = dir.path().join("kvbroker.toml.d");
+        std::fs::create_dir(&drop_in).unwrap();
+        std::fs::write(&path, "[pool]\nsize = \"64M\"\n").unwrap();
+        std::fs::write(drop_in.join("10-small.toml"), "[pool]\nsize = \"64K\"\n").unwrap();
+        let said =
+            |over: &Overrides| Config::read(&path, true, over).unwrap().consistent().unwrap_err().to_string();
+        assert!(said(&Overrides::default()).contains("kvbroker.toml.d/10-small.toml: pool.size = 64K"));
+        let over = Overrides { pool: Some(Size::from_bytes(4096)), ..Overrides::default() };
+        assert!(said(&over).starts_with("command line or defaults: pool.size = 4K"));
     }
 
     #[test]

@@ -18,6 +18,8 @@ use nix::sys::socket::{
 use nix::sys::stat::{Mode, umask};
 use thiserror::Error;
 
+use super::check::directory_of;
+
 /// How often a socket that is in the way is tried before a broker is believed to live behind it.
 const PROBES: u32 = 10;
 const PROBE_EVERY: Duration = Duration::from_millis(100);
@@ -30,7 +32,11 @@ pub enum ListenError {
     InUse(PathBuf),
     #[error("{path}: {call}: {source}")]
     Call { path: PathBuf, call: &'static str, source: io::Error },
-    #[error("{path}: there is no group {group}")]
+    #[error("{path}: there is no directory {directory}; make it, or let systemd-tmpfiles --create make it")]
+    NoDirectory { path: PathBuf, directory: PathBuf },
+    #[error("{path}: no space is left in its directory for a socket; make room there (df -i, df)")]
+    NoSpace { path: PathBuf },
+    #[error("{path}: there is no group {group}; make it (groupadd --system {group}), or change socket.group")]
     NoGroup { path: PathBuf, group: String },
     #[error("{0}: something that is no socket is in the way")]
     NoSocket(PathBuf),
@@ -63,21 +69,32 @@ impl Listener {
         // Two that start at once take turns from here until one of them listens.
         let _turn = turn(path)?;
         clear_the_way(path, kind, &address)?;
+        let missing = |name: &str| ListenError::NoGroup { path: path.into(), group: name.into() };
+        let group = match group {
+            Some(name) => {
+                let found = nix::unistd::Group::from_name(name).map_err(call("group"))?;
+                Some(found.ok_or_else(|| missing(name))?.gid.as_raw())
+            }
+            None => None,
+        };
         // Nobody but this user, from the first moment; then what is configured.
         let before = umask(Mode::from_bits_truncate(0o177));
         let bound = bind(fd.as_raw_fd(), &address);
         umask(before);
-        bound.map_err(call("bind"))?;
+        bound.map_err(|e| match e {
+            Errno::ENOSPC | Errno::EDQUOT => ListenError::NoSpace { path: path.into() },
+            e => call("bind")(e),
+        })?;
+        let identity = identity(path).ok_or_else(|| ListenError::InUse(path.into()))?;
+        // From here on the socket is removed again if anything fails.
+        let listener = Listener { fd, bound: Some((path.into(), identity)), reserve: reserve() };
         let io = |call| move |source| ListenError::Call { path: path.into(), call, source };
-        if let Some(name) = group {
-            let missing = || ListenError::NoGroup { path: path.into(), group: name.into() };
-            let group = nix::unistd::Group::from_name(name).map_err(call("group"))?.ok_or_else(missing)?;
-            chown(path, None, Some(group.gid.as_raw())).map_err(io("chown"))?;
+        if group.is_some() {
+            chown(path, None, group).map_err(io("chown"))?;
         }
         std::fs::set_permissions(path, std::fs::Permissions::from_mode(mode)).map_err(io("chmod"))?;
-        listen(&fd, Backlog::MAXCONN).map_err(call("listen"))?;
-        let identity = identity(path).ok_or_else(|| ListenError::InUse(path.into()))?;
-        Ok(Listener { fd, bound: Some((path.into(), identity)), reserve: reserve() })
+        listen(&listener.fd, Backlog::MAXCONN).map_err(call("listen"))?;
+        Ok(listener)
     }
 
     /// The next one who wants to talk; `None` when there is nobody, or nobody more in this turn. At the limit of open
@@ -117,9 +134,14 @@ fn identity(path: &Path) -> Option<(u64, u64)> {
 
 /// A lock on the socket's directory, held until it is dropped.
 fn turn(path: &Path) -> Result<Flock<std::fs::File>, ListenError> {
-    let directory = path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."));
+    let directory = directory_of(path);
     let call = |call| move |source| ListenError::Call { path: path.into(), call, source };
-    let opened = std::fs::File::open(directory).map_err(call("opening its directory"))?;
+    let opened = std::fs::File::open(directory).map_err(|source| match source.kind() {
+        io::ErrorKind::NotFound | io::ErrorKind::NotADirectory => {
+            ListenError::NoDirectory { path: path.into(), directory: directory.into() }
+        }
+        _ => call("opening its directory")(source),
+    })?;
     Flock::lock(opened, FlockArg::LockExclusive).map_err(|(_, e)| call("locking its directory")(e.into()))
 }
 

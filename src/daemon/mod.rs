@@ -5,6 +5,7 @@
 //! no fault of a client and no limit of the kernel ends the loop.
 
 mod admin;
+mod check;
 mod config;
 mod connection;
 mod listener;
@@ -12,6 +13,7 @@ mod server;
 mod start;
 mod worker;
 
+pub use check::Outlook;
 pub use config::{Config, ConfigError, DeviceAccess, Overrides};
 pub use start::{StartError, run};
 

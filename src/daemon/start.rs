@@ -14,14 +14,15 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::SockType;
 use thiserror::Error;
 
-use super::config::{BackendChoice, Config, DeviceAccess};
+use super::check::{self, memory_bytes};
+use super::config::Config;
 use super::listener::{ListenError, Listener};
 use super::server::Server;
 use super::worker::Worker;
 use crate::broker::Broker;
 use crate::heap::{Backend, DmaHeap, Heap, HeapError, Memfd, UDMABUF_DEVICE, Udmabuf, UdmabufLimits};
 use crate::map::page_bytes;
-use crate::packing::{Extents, PackingError, Placement, block_sizes};
+use crate::packing::PackingError;
 use crate::size::Size;
 use crate::window::iommu::{Device, IommuError};
 use crate::window::{Access, Means, StagingMeans, udmabuf};
@@ -48,41 +49,11 @@ pub enum StartError {
     Io(#[from] io::Error),
 }
 
-/// The kinds of memory that a pool can be made of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-enum Kind {
-    DmaHeap,
-    Udmabuf,
-    Memfd,
-}
-
-/// Which kind, and why: what is configured, else by who reads the memory.
-fn kind(config: &Config) -> (Kind, &'static str) {
-    match (config.backend, config.device) {
-        (BackendChoice::DmaHeap, _) => (Kind::DmaHeap, "configured"),
-        (BackendChoice::Udmabuf, _) => (Kind::Udmabuf, "configured"),
-        (BackendChoice::Memfd, _) => (Kind::Memfd, "configured"),
-        (BackendChoice::Auto, DeviceAccess::Contiguous) => {
-            (Kind::DmaHeap, "a device reads the pool and cannot scatter")
-        }
-        (BackendChoice::Auto, DeviceAccess::Iommu) => {
-            (Kind::Udmabuf, "a device behind an IOMMU reads the pool")
-        }
-        (BackendChoice::Auto, DeviceAccess::Vfio) => {
-            (Kind::Memfd, "a device that user space drives reads the pool through iommufd")
-        }
-        (BackendChoice::Auto, DeviceAccess::None) if config.heap.is_some() => {
-            (Kind::DmaHeap, "a heap is named")
-        }
-        (BackendChoice::Auto, DeviceAccess::None) => (Kind::Memfd, "no device reads the pool"),
-    }
-}
-
 /// The heap, and why it is this one.
 fn choose_heap(config: &Config) -> Result<(Arc<dyn Heap>, String), StartError> {
-    let (kind, why) = kind(config);
-    match kind {
-        Kind::DmaHeap => {
+    let (backend, why) = check::backend(config);
+    match backend {
+        Backend::DmaHeap => {
             let directory = &config.heap_directory;
             let path = match &config.heap {
                 Some(heap) => directory.join(heap),
@@ -91,8 +62,8 @@ fn choose_heap(config: &Config) -> Result<(Arc<dyn Heap>, String), StartError> {
             };
             return Ok((Arc::new(DmaHeap::open(&path)?), why.into()));
         }
-        Kind::Udmabuf => return Ok((Arc::new(Udmabuf::open(UDMABUF_DEVICE.as_ref())?), why.into())),
-        Kind::Memfd => {}
+        Backend::Udmabuf => return Ok((Arc::new(Udmabuf::open(UDMABUF_DEVICE.as_ref())?), why.into())),
+        Backend::Memfd | Backend::Imaginary => {}
     }
     if config.lock {
         // One page shows whether the limit lets anything be locked at all.
@@ -139,12 +110,6 @@ fn staging(config: &Config) -> Result<StagingMeans, String> {
     Ok(StagingMeans { heap: Arc::new(heap), bytes, total: device.staging_total.bytes() })
 }
 
-fn memory_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
-}
-
 fn listeners(config: &Config) -> Result<(Listener, Listener), StartError> {
     let (mut clients, mut admin) = (None, None);
     for (fd, name) in sd_notify::listen_fds_with_names()? {
@@ -189,16 +154,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         return Err(StartError::LargerThanMemory { pool, memory });
     }
     let (heap, why) = choose_heap(config)?;
-    let page = page_bytes() as u64;
-    let placement = match heap.backend() {
-        Backend::DmaHeap => Placement::cma(page, config.cma_alignment_order)?,
-        _ => Placement::pages(page)?,
-    };
-    // Extents are cut as for CMA also where memory is scattered: the sizes are good ones, and the same everywhere.
-    let cma = Placement::cma(page, config.cma_alignment_order)?;
-    let blocks = block_sizes(&config.profiles);
-    let cut = Extents::choose(config.pool_bytes, config.extent, &blocks, cma)?;
-    let extents = Extents::of(config.pool_bytes, cut.bytes, placement)?;
+    let extents = check::cut(config, heap.backend() == Backend::DmaHeap)?;
     // Said before any memory is taken; without the figure the kernel itself refuses.
     if let Some(limit) = UdmabufLimits::read().filter(|_| heap.backend() == Backend::Udmabuf) {
         if extents.bytes > limit.bytes {
@@ -208,7 +164,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     }
     let least = config.minimum_bytes.div_ceil(extents.bytes).max(1);
     let as_count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
-    let mut policy = config.policy(extents.bytes, cut.one_block);
+    let mut policy = config.policy(extents.bytes, extents.one_block);
     // A udmabuf comes with the memfd that it is made of.
     let descriptors = if heap.backend() == Backend::Udmabuf { 2 } else { 1 } * extents.count;
     let most = connections_within_open_files(descriptors);

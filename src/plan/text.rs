@@ -79,6 +79,16 @@ impl Plan {
             for group in &self.groups {
                 self.group(f, group)?;
             }
+            row(
+                f,
+                "in blocks",
+                size(self.held_bytes_at_context),
+                format_args!(
+                    "what a session of {} tokens holds; {} if no layer had a window",
+                    self.context,
+                    size(self.bytes_at_context_without_windows)
+                ),
+            )?;
         }
         Ok(())
     }
@@ -93,10 +103,11 @@ impl Plan {
             format_args!("{} keeping {kept}", count(group.layers as u64, "layer")),
             size(group.bytes_at_context),
             format_args!(
-                "at {} tokens; {} a token, {} a block",
+                "at {} tokens; {} a token, {} a block; {} held",
                 self.context,
                 size(group.bytes_per_token),
-                size(group.bytes_per_block)
+                size(group.bytes_per_block),
+                count(group.blocks_at_context, "block"),
             ),
         )
     }
@@ -221,15 +232,28 @@ impl Plan {
                 size(self.paged_extent_bytes),
             ),
         )?;
+        if self.groups.iter().all(|g| g.window.is_none()) {
+            return row(
+                f,
+                "the pool holds",
+                count(self.pool_tokens, "token"),
+                format_args!(
+                    "or {} at full length; beyond that the broker refuses",
+                    count(self.sessions_at_context, "session")
+                ),
+            );
+        }
         row(
             f,
             "the pool holds",
-            count(self.pool_tokens, "token"),
-            format_args!(
-                "or {} at full length; beyond that the broker refuses",
-                count(self.sessions_at_context, "session")
-            ),
-        )
+            count(self.sessions_at_context, "session"),
+            "at full length; beyond that the broker refuses",
+        )?;
+        let most = match self.longest_session_tokens {
+            tokens if tokens == u64::from(super::MAX_CONTEXT) => "any length".to_owned(),
+            tokens => count(tokens, "token"),
+        };
+        row(f, "or one session of", most, "growing token by token")
     }
 
     fn board(&self, f: &mut Formatter<'_>) -> fmt::Result {

@@ -5,6 +5,7 @@
 
 mod hostile;
 mod lifetime;
+mod profiles;
 mod roles;
 mod start;
 mod support;

@@ -3,6 +3,7 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::os::unix::process::CommandExt;
+use std::process::Stdio;
 use std::time::Duration;
 
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
@@ -55,7 +56,6 @@ fn a_pool_that_cannot_be_ends_with_code_1_and_what_to_do() {
     let of = |pool: &str| CONFIG.replace("size = \"1M\"", pool);
     for (config, words) in [
         (of("size = \"512G\""), "make pool.size smaller"),
-        (of("size = \"64K\""), "make the pool larger"),
         (
             of("size = \"1M\"\nheap-directory = \"/nowhere\"\ndevice = \"contiguous\""),
             "name it with pool.heap",
@@ -69,6 +69,131 @@ fn a_pool_that_cannot_be_ends_with_code_1_and_what_to_do() {
         assert!(log.contains(words), "{config}: {log}");
         assert!(!place.socket().exists(), "a daemon that did not start leaves no socket");
     }
+}
+
+/// What `kvbrokerd --check` says: exit code, standard output, standard error.
+fn checked(place: &Place) -> (Option<i32>, String, String) {
+    let output = place.command().arg("--check").stdout(Stdio::piped()).output().unwrap();
+    (output.status.code(), String::from_utf8(output.stdout).unwrap(), place.log())
+}
+
+#[test]
+fn a_check_says_in_one_line_what_a_start_would_take_and_takes_nothing() {
+    let place = Place::new(CONFIG);
+    let (code, said, log) = checked(&place);
+    assert_eq!((code, log.as_str()), (Some(0), ""), "{said}");
+    assert!(said.ends_with("a start would take 8 extents of 128 KiB, 1 MiB in all, from memfd\n"), "{said}");
+    assert_eq!(said.lines().count(), 1, "{said}");
+    assert!(!place.socket().exists() && !place.path("admin.sock").exists());
+    // A broker that serves does not disturb the check of what its next start would do, nor the check the broker.
+    let mut daemon = place.start();
+    assert_eq!(checked(&daemon.place).0, Some(0));
+    daemon.lives();
+}
+
+#[test]
+fn a_check_refuses_what_this_machine_cannot_give() {
+    let of = |pool: &str| CONFIG.replace("size = \"1M\"", pool);
+    let socket = |line: &str| CONFIG.replace("mode = \"0666\"", line);
+    for (config, words) in [
+        (of("size = \"512T\""), "pool.size = 512T: this machine has "),
+        (
+            of("size = \"1M\"\nheap-directory = \"/nowhere\"\ndevice = \"contiguous\""),
+            "no CMA heap was found there",
+        ),
+        (of("size = \"1M\"\nheap = \"/nowhere/cma\""), "pool.heap = /nowhere/cma: there is no such heap"),
+        (
+            of("size = \"1M\"\nbackend = \"dma-heap\"\nheap-directory = \"/nowhere\""),
+            "pool.heap-directory = /nowhere",
+        ),
+        (socket("group = \"no-such-group\""), "socket.group = no-such-group: there is no such group"),
+        (of("size = \"64K\""), "make the pool larger"),
+    ] {
+        let (code, said, log) = checked(&Place::new(&config));
+        assert_eq!((code, said.as_str()), (Some(2), ""), "{config}: {log}");
+        assert!(log.contains(words), "{config}: {log}");
+        assert!(log.contains("kvbroker.toml: "), "{config}: {log}");
+    }
+    let place = Place::new(CONFIG);
+    let status =
+        place.command().arg("--check").arg("--socket").arg(place.path("none/a.sock")).status().unwrap();
+    assert_eq!(status.code(), Some(2));
+    assert!(place.log().contains("there is no directory"), "{}", place.log());
+}
+
+#[test]
+fn a_start_refuses_what_contradicts_itself_as_a_check_does() {
+    let place = Place::new(&CONFIG.replace("size = \"1M\"", "size = \"64K\""));
+    let (code, log) = place.fails();
+    assert_eq!(code, Some(2), "{log}");
+    assert!(log.contains("kvbroker.toml: pool.size = 64K: "), "{log}");
+    assert!(!place.socket().exists());
+}
+
+#[test]
+fn an_unknown_group_a_missing_directory_and_a_full_one_are_told_apart_and_nothing_is_left_behind() {
+    let place = Place::new(&CONFIG.replace("mode = \"0666\"", "group = \"no-such-group\""));
+    let (code, log) = place.fails();
+    assert_eq!(code, Some(1), "{log}");
+    assert!(log.contains("there is no group no-such-group"), "{log}");
+    assert!(!place.socket().exists(), "a socket was left behind");
+
+    let place = Place::new(CONFIG);
+    let status = place.command().arg("--socket").arg(place.path("none/a.sock")).status().unwrap();
+    assert_eq!(status.code(), Some(1));
+    assert!(place.log().contains("there is no directory"), "{}", place.log());
+
+    // A directory of a file system that has room for its root alone, in a mount namespace of this start's own.
+    let place = Place::new(CONFIG);
+    let full = place.path("full");
+    std::fs::create_dir(&full).unwrap();
+    let mut command = place.command();
+    command.arg("--socket").arg(full.join("a.sock"));
+    let mounted = std::ffi::CString::new(full.as_os_str().as_encoded_bytes()).unwrap();
+    // SAFETY: unshare and mount may be called between fork and exec; all strings were made before.
+    unsafe {
+        command.pre_exec(move || {
+            let (tmpfs, private) = (c"tmpfs".as_ptr(), libc::MS_REC | libc::MS_PRIVATE);
+            let none = std::ptr::null();
+            let done = libc::unshare(libc::CLONE_NEWNS) == 0
+                && libc::mount(none, c"/".as_ptr(), none, private, none.cast()) == 0
+                && libc::mount(tmpfs, mounted.as_ptr(), tmpfs, 0, c"nr_inodes=1".as_ptr().cast()) == 0;
+            if done { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+        })
+    };
+    let status = command.status().unwrap();
+    assert_eq!(status.code(), Some(1), "{}", place.log());
+    assert!(place.log().contains("no space is left in its directory"), "{}", place.log());
+}
+
+#[test]
+fn the_reason_of_a_failed_start_is_said_even_when_the_log_is_off() {
+    for (config, code, words) in [
+        (CONFIG.replace("size = \"1M\"", "sizes = \"1M\""), 2, "did you mean `size`?"),
+        (
+            CONFIG.replace("size = \"1M\"", "size = \"1M\"\nheap = \"/nowhere/cma\""),
+            1,
+            "there is no such heap",
+        ),
+    ] {
+        let place = Place::new(&config);
+        let status = place.command().env("KVBROKER_LOG", "off").status().unwrap();
+        assert_eq!(status.code(), Some(code));
+        assert!(place.log().contains(words), "{}", place.log());
+    }
+}
+
+#[test]
+fn a_socket_that_a_dead_broker_left_is_taken_over() {
+    let mut daemon = Daemon::new();
+    daemon.child.kill().unwrap();
+    daemon.child.wait().unwrap();
+    assert!(daemon.place.socket().exists());
+    let mut command = daemon.place.command();
+    daemon.child = command.spawn().unwrap();
+    until("the second broker serves", || daemon.try_admin("check").is_some());
+    assert!(daemon.place.log().contains("taken over from a broker that has died"), "{}", daemon.place.log());
+    assert_eq!(daemon.raw().hello().fault, None);
 }
 
 #[test]

@@ -220,7 +220,7 @@ int main(int argc, char **argv)
     unsigned char row[512] = {1};
     OK(kvb_session_write_row(a, 0, 1, KVB_V, row, sizeof row));
     EXPECT(kvb_session_write_row(a, 208, 1, KVB_V, row, sizeof row), KVB_ERR_INVALID, "208..209");
-    EXPECT(kvb_session_write_row(a, 0, 2, KVB_V, row, sizeof row), KVB_ERR_INVALID, "no layer 2");
+    EXPECT(kvb_session_write_row(a, 0, 2, KVB_V, row, sizeof row), KVB_ERR_INVALID, "layer 2 of 2");
     EXPECT(kvb_session_write_row(a, 0, 1, 5, row, sizeof row), KVB_ERR_INVALID, "plane 5");
     EXPECT(kvb_session_write_row(a, 0, 1, KVB_V, row, 100), KVB_ERR_INVALID, "100 bytes for a row of 512");
     EXPECT(kvb_session_write_row(a, 0, 1, KVB_V, NULL, 512), KVB_ERR_INVALID, "row is NULL");
@@ -247,7 +247,7 @@ int main(int argc, char **argv)
     EXPECT(kvb_session_stats(a, &stats), KVB_ERR_INVALID, "kvb_stats.size is 0");
     EXPECT(kvb_session_map(a, NULL), KVB_ERR_INVALID, "out is NULL");
     kvb_view view = KVB_INIT(kvb_view);
-    EXPECT(kvb_session_view(a, 9, KVB_K, 256, NULL, &view), KVB_ERR_INVALID, "no layer 9");
+    EXPECT(kvb_session_view(a, 9, KVB_K, 256, NULL, &view), KVB_ERR_INVALID, "layer 9 of 2");
     EXPECT(kvb_session_view(a, 0, KVB_K, 16, NULL, &view), KVB_ERR_INVALID, "holds 208 already");
     EXPECT(kvb_session_view(a, 0, KVB_K, 256, (void *)0x1001, &view), KVB_ERR_INVALID, "whole number of pages");
     EXPECT(kvb_session_view(a, 0, KVB_K, 16 * 70000, NULL, &view), KVB_ERR_TOO_MANY_MAPPINGS, "70001 mappings");

@@ -10,7 +10,9 @@ use crate::kv::KvError;
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum Error {
-    #[error("there is no {0}: run scripts/fetch-model, which downloads it (93 MB)")]
+    #[error(
+        "there is no {0}: run scripts/fetch-model, which downloads it (with the argument gemma, if it is Gemma)"
+    )]
     NoModel(PathBuf),
     #[error("cannot read {path}: {source}")]
     Read { path: PathBuf, source: std::io::Error },

@@ -95,7 +95,8 @@ pub struct Answer<'a, K> {
 
 impl<'a, K: KvStore> Answer<'a, K> {
     /// Computes the prompt from token `held` on; `kv` already holds those before it. `began` is when the time to the
-    /// first token starts to count.
+    /// first token starts to count. `at_common` is called when the store ends with the prompt's common part: the time to
+    /// publish it, since layers with a window soon drop what is read after it.
     pub fn begin(
         loaded: &'a Loaded,
         kv: &'a mut K,
@@ -103,27 +104,28 @@ impl<'a, K: KvStore> Answer<'a, K> {
         held: usize,
         context: usize,
         began: Instant,
+        at_common: impl FnOnce(&mut K) -> Result<()>,
     ) -> Result<Self> {
         let ids = &prompt.ids;
         if ids.is_empty() || ids.len() >= context {
             return Err(Error::Context { start: 0, tokens: ids.len() + 1, limit: context });
         }
-        // Room for the whole prompt at once: a refusal comes before a second of computing, not after.
-        kv.ensure(ids.len())?;
+        kv.reserve(ids.len(), CHUNK)?;
         let mut logits = Vec::new();
         let mut at = held.min(ids.len() - 1);
+        let mut at_common = Some(at_common);
         while at < ids.len() {
-            let end = ids.len().min(at + CHUNK);
+            let mut end = ids.len().min(at + CHUNK);
+            if at < prompt.common {
+                end = end.min(prompt.common);
+            } else if let Some(at_common) = at_common.take() {
+                at_common(kv)?;
+            }
             let want = if end == ids.len() { Logits::Last } else { Logits::None };
             logits = loaded.model.step(kv, &ids[at..end], at, want)?;
             at = end;
         }
         Ok(Answer { loaded, kv, tokens: ids.clone(), context, began, logits })
-    }
-
-    /// The KV store, with the prompt computed: the time to publish a prefix of it.
-    pub fn kv(&mut self) -> &mut K {
-        self.kv
     }
 
     /// Decodes up to `max_tokens` tokens and hands each piece of text to `show`.

@@ -6,7 +6,7 @@
 use kvbroker::attention::{
     Contiguous, Element, KvSource, Scratch, Shape, attention, attention_heads, store_row,
 };
-use kvbroker::client::{Client, ClientProfile, OpenOptions, Session};
+use kvbroker::client::{Client, GroupedProfile, GroupedSession, OpenOptions};
 pub use kvbroker::profile::Kv;
 use kvbroker::profile::{Group, Layer, Layout, Profile, ProfileError};
 use thiserror::Error;
@@ -34,6 +34,15 @@ impl KvError {
     }
 }
 
+/// Layers that see the newest tokens only.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub struct Window {
+    /// The most tokens that a query sees there, itself included.
+    pub tokens: usize,
+    /// One layer of so many sees all tokens: layers `every - 1`, `2 * every - 1` and so on.
+    pub every: usize,
+}
+
 /// What the cache must hold per token.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Geometry {
@@ -45,12 +54,19 @@ pub struct Geometry {
     pub kv_heads: usize,
     /// Elements of a head.
     pub head_dim: usize,
+    /// The sliding window, if some layers have one.
+    pub window: Option<Window>,
 }
 
 impl Geometry {
     /// The heads of one layer, as the attention kernel wants them.
-    pub fn shape(&self) -> Shape {
-        Shape::new(self.heads, self.kv_heads, self.head_dim)
+    pub fn shape(&self, layer: usize) -> Shape {
+        Shape { window: self.window(layer), ..Shape::new(self.heads, self.kv_heads, self.head_dim) }
+    }
+
+    /// The sliding window of one layer in tokens, if it has one.
+    pub fn window(&self, layer: usize) -> Option<usize> {
+        self.window.filter(|w| (layer + 1) % w.every != 0).map(|w| w.tokens)
     }
 
     /// Bytes of one token's K row, and of its V row, in one layer.
@@ -69,8 +85,17 @@ impl Geometry {
             Element::F32 => "f32",
         };
         let row = u32::try_from(self.row_bytes(element)).unwrap_or(u32::MAX);
-        let layers = (0..self.layers as u32).map(|n| (n, Layer { k_row: row, v_row: row })).collect();
-        let groups = vec![Group { layers, window: None }];
+        // Layers that keep the same tokens share a block table: at most two groups, none of them empty.
+        let group = |window: Option<usize>| Group {
+            layers: (0..self.layers)
+                .filter(|n| self.window(*n) == window)
+                .map(|n| (n as u32, Layer { k_row: row, v_row: row }))
+                .collect(),
+            window: window.map(|w| u32::try_from(w).unwrap_or(u32::MAX)),
+        };
+        let mut groups = vec![group(None)];
+        groups.extend(self.window.map(|w| group(Some(w.tokens))));
+        groups.retain(|g| !g.layers.is_empty());
         let profile = Profile::new(name, label, layout, 16, groups.clone())?;
         match profile.plane_view_tokens(PAGE).filter(|t| (17..=64).contains(t)) {
             Some(tokens) => Profile::new(name, label, layout, tokens, groups),
@@ -84,13 +109,18 @@ pub trait KvStore {
     /// Makes room for `tokens` tokens in total, or refuses before anything is written.
     fn ensure(&mut self, tokens: usize) -> Result<(), KvError>;
 
+    /// Makes sure that `ensure` will not be refused up to `tokens` tokens in steps of up to `step`, or refuses now: a
+    /// refusal comes before a second of computing, not after.
+    fn reserve(&mut self, tokens: usize, step: usize) -> Result<(), KvError>;
+
     /// Writes one row, `kv_heads * head_dim` elements.
     ///
     /// # Panics
     /// If `token` is outside what [`ensure`](Self::ensure) made room for.
     fn store(&mut self, token: usize, layer: usize, kv: Kv, row: &[f32]);
 
-    /// Causal attention of the last queries of `kv_tokens` tokens; `q` and `out` are `[token][head][dim]`.
+    /// Causal attention of the last queries of `kv_tokens` tokens, as far as the layer's window reaches; `q` and `out` are
+    /// `[token][head][dim]`.
     ///
     /// # Panics
     /// If `kv_tokens` is more than [`ensure`](Self::ensure) made room for.
@@ -100,7 +130,7 @@ pub trait KvStore {
 /// Attention over one layer, spread over the threads; the bits do not depend on how many there are.
 #[derive(Debug)]
 pub struct Attention {
-    shape: Shape,
+    geometry: Geometry,
     element: Element,
     scratch: Vec<Scratch>,
 }
@@ -112,19 +142,24 @@ impl Attention {
     /// For the heads of `geometry`, over rows of `element`.
     pub fn new(geometry: Geometry, element: Element) -> Self {
         let threads = rayon::current_num_threads();
-        Attention {
-            shape: geometry.shape(),
-            element,
-            scratch: (0..threads).map(|_| Scratch::new()).collect(),
-        }
+        Attention { geometry, element, scratch: (0..threads).map(|_| Scratch::new()).collect() }
     }
 
-    /// [`attention`] over `kv`.
+    /// [`attention`] over `kv`, the rows of `layer`.
     ///
     /// # Safety
-    /// As [`attention`]: the rows of the first `kv_tokens` tokens are readable through `kv` during the call.
-    pub unsafe fn run<S: KvSource>(&mut self, kv: &S, kv_tokens: usize, q: &[f32], out: &mut [f32]) {
-        let Attention { shape, element, scratch } = self;
+    /// As [`attention`]: of the first `kv_tokens` tokens, the rows of those that a query sees through the layer's window
+    /// are readable through `kv` during the call.
+    pub unsafe fn run<S: KvSource>(
+        &mut self,
+        kv: &S,
+        layer: usize,
+        kv_tokens: usize,
+        q: &[f32],
+        out: &mut [f32],
+    ) {
+        let Attention { geometry, element, scratch } = self;
+        let shape = &geometry.shape(layer);
         let row = shape.query_heads * shape.head_dim;
         let queries = q.len() / row;
         let kv = Shared(kv);
@@ -195,12 +230,14 @@ pub struct Usage {
     pub private: usize,
     /// Sealed, or held by another sequence too.
     pub shared: usize,
+    /// Bytes of both.
+    pub bytes: usize,
 }
 
 /// Keys and values in blocks of kvbroker: all that an engine does to live in them.
 #[derive(Debug)]
 pub struct Broker {
-    session: Session,
+    session: GroupedSession,
     /// Elements of a row.
     row: usize,
     element: Element,
@@ -212,13 +249,13 @@ impl Broker {
     pub fn open(options: &KvOptions) -> Result<Self, KvError> {
         let client = Client::connect()?;
         let profile = options.geometry.profile(options.model, options.element, options.layout)?;
-        let profile = client.profile(&profile)?;
+        let profile = client.grouped_profile(&profile)?;
         Broker::open_on(&client, &profile, options)
     }
 
     /// Opens another sequence of a client.
-    pub fn open_on(client: &Client, profile: &ClientProfile, options: &KvOptions) -> Result<Self, KvError> {
-        let session = client.open(
+    pub fn open_on(client: &Client, profile: &GroupedProfile, options: &KvOptions) -> Result<Self, KvError> {
+        let session = client.open_grouped(
             profile,
             OpenOptions {
                 label: options.label.into(),
@@ -241,7 +278,7 @@ impl Broker {
     }
 
     /// Publishes the whole blocks of the first `ids.len()` tokens, which have been computed; returns how many tokens
-    /// they hold.
+    /// of them others can share. Layers with a window must still have what is read after these tokens.
     pub fn seal(&mut self, ids: &[u32]) -> Result<usize, KvError> {
         Ok(self.session.seal(ids)?)
     }
@@ -254,14 +291,22 @@ impl Broker {
 
     /// What the sequence holds.
     pub fn usage(&self) -> Usage {
-        let stats = self.session.stats();
-        Usage { private: stats.blocks_private, shared: stats.blocks_shared }
+        let stats = || self.session.groups().iter().map(|s| s.stats());
+        Usage {
+            private: stats().map(|s| s.blocks_private).sum(),
+            shared: stats().map(|s| s.blocks_shared).sum(),
+            bytes: self.session.bytes_held(),
+        }
     }
 }
 
 impl KvStore for Broker {
     fn ensure(&mut self, tokens: usize) -> Result<(), KvError> {
         Ok(self.session.ensure(tokens)?)
+    }
+
+    fn reserve(&mut self, tokens: usize, step: usize) -> Result<(), KvError> {
+        Ok(self.session.reserve(tokens, step)?)
     }
 
     fn store(&mut self, token: usize, layer: usize, kv: Kv, row: &[f32]) {
@@ -274,9 +319,10 @@ impl KvStore for Broker {
     fn attend(&mut self, layer: usize, kv_tokens: usize, q: &[f32], out: &mut [f32]) {
         assert!(kv_tokens <= self.session.tokens(), "{kv_tokens} tokens of {}", self.session.tokens());
         let kv = self.session.paged(layer);
-        // SAFETY: the table has a mapped block for every token of the session (checked), and keeps it while the
-        // session is borrowed.
-        unsafe { self.attention.run(&kv, kv_tokens, q, out) }
+        // SAFETY: the layer's table has a mapped block for every token of the session (checked) that its window has not
+        // passed, and keeps it while the session is borrowed. The window that `ensure` kept is the one of the profile,
+        // which was made from the geometry that the kernel masks by.
+        unsafe { self.attention.run(&kv, layer, kv_tokens, q, out) }
     }
 }
 
@@ -317,6 +363,10 @@ impl KvStore for Twin {
         Ok(())
     }
 
+    fn reserve(&mut self, tokens: usize, _: usize) -> Result<(), KvError> {
+        self.ensure(tokens)
+    }
+
     fn store(&mut self, token: usize, layer: usize, kv: Kv, row: &[f32]) {
         let at = self.plane(layer, kv) + token * self.row;
         let place = &mut self.rows[at..][..self.row];
@@ -331,6 +381,6 @@ impl KvStore for Twin {
         let (k, v) = (plane(Kv::K), plane(Kv::V));
         let source = Contiguous { k, v, k_stride: self.row, v_stride: self.row, run: 256 };
         // SAFETY: both planes hold `capacity` rows, of which `kv_tokens` are read, and nothing writes meanwhile.
-        unsafe { self.attention.run(&source, kv_tokens, q, out) }
+        unsafe { self.attention.run(&source, layer, kv_tokens, q, out) }
     }
 }

@@ -130,15 +130,35 @@ fn read(path: &Path) -> Result<String> {
     std::fs::read_to_string(path).map_err(|source| Error::Read { path: path.into(), source })
 }
 
+/// Opens the weights of a GGUF file alone, without its tokenizer.
+pub fn load_weights(path: &Path, precision: Precision) -> Result<Model> {
+    let mut file = BufReader::new(open(path)?);
+    let content = Content::read(&mut file)
+        .map_err(|e| Error::Unsupported { path: path.into(), why: format!("not a GGUF file ({e})") })?;
+    let config = Config::from_gguf(&content)?;
+    Model::load(config, &mut Source::Gguf(Box::new(content), file), precision)
+}
+
 /// The file that `scripts/fetch-model` puts into the cache.
 pub const SMOLLM2: &str = "SmolLM2-135M-Instruct.Q4_1.gguf";
+/// The file that `scripts/fetch-model gemma` puts there.
+pub const GEMMA3: &str = "gemma-3-270m-q4_k_m.gguf";
 
 /// The SmolLM2 in the cache, `${KVBROKER_CACHE:-$HOME/.cache/kvbroker}/models`.
 pub fn cached_smollm2() -> Result<PathBuf> {
+    cached(SMOLLM2)
+}
+
+/// The Gemma 3 270M in the cache.
+pub fn cached_gemma3() -> Result<PathBuf> {
+    cached(GEMMA3)
+}
+
+fn cached(name: &str) -> Result<PathBuf> {
     let cache = match std::env::var_os("KVBROKER_CACHE") {
         Some(cache) => PathBuf::from(cache),
         None => PathBuf::from(std::env::var_os("HOME").unwrap_or_default()).join(".cache/kvbroker"),
     };
-    let path = cache.join("models").join(SMOLLM2);
+    let path = cache.join("models").join(name);
     if path.exists() { Ok(path) } else { Err(Error::NoModel(path)) }
 }

@@ -170,13 +170,15 @@ fn answer(args: &Args, loaded: &Loaded, prompt: &Prompt, context: usize, kv: &mu
             "prompt_tokens": prompt.ids.len(), "shared_tokens": held,
         }));
     }
-    let mut answer = Answer::begin(loaded, kv, prompt, held, context, began)?;
-    if args.share_system || args.pin {
-        answer.kv().seal(&prompt.ids[..prompt.common])?;
-    }
-    if args.pin {
-        answer.kv().pin(prompt.common)?;
-    }
+    let answer = Answer::begin(loaded, kv, prompt, held, context, began, |kv: &mut Broker| {
+        if args.share_system || args.pin {
+            kv.seal(&prompt.ids[..prompt.common])?;
+        }
+        if args.pin {
+            kv.pin(prompt.common)?;
+        }
+        Ok(())
+    })?;
     let mut sampler = Sampler::new(args.temperature, args.seed);
     let mut shown = 0;
     let outcome = answer.decode(&mut sampler, args.max_tokens, |text| {
@@ -200,7 +202,7 @@ fn report(args: &Args, prompt: &Prompt, held: usize, outcome: &Outcome, usage: &
             "event": "done", "label": args.label, "stop": outcome.stop.name(),
             "prompt_tokens": prompt.ids.len(), "shared_tokens": held, "generated_tokens": outcome.generated,
             "first_token_seconds": first, "tokens_per_second": outcome.tokens_per_second(),
-            "blocks_private": usage.private, "blocks_shared": usage.shared,
+            "blocks_private": usage.private, "blocks_shared": usage.shared, "kv_bytes": usage.bytes,
         }));
         return;
     }

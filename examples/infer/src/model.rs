@@ -31,8 +31,10 @@ struct Layer {
     v: Matrix,
     /// Qwen2's biases on Q, K and V.
     biases: Option<[Vec<f32>; 3]>,
-    /// Qwen3's norms over a head of Q and of K.
+    /// Qwen3's and Gemma 3's norms over a head of Q and of K.
     head_norms: Option<[Vec<f32>; 2]>,
+    /// Gemma 3's norms after attention and after the feed-forward part, before each is added.
+    after_norms: Option<[Vec<f32>; 2]>,
     out: Matrix,
     mlp_norm: Vec<f32>,
     gate: Matrix,
@@ -49,6 +51,8 @@ pub struct Model {
     norm: Vec<f32>,
     output: Matrix,
     rope: Rope,
+    /// Of layers with a window.
+    local_rope: Option<Rope>,
 }
 
 impl Model {
@@ -75,18 +79,40 @@ impl Model {
                     source.vector(&name(names.k, "bias"), kv_rows)?,
                     source.vector(&name(names.v, "bias"), kv_rows)?,
                 ]),
-                Family::Llama | Family::Qwen3 => None,
+                Family::Llama | Family::Qwen3 | Family::Gemma3 => None,
             };
+            let mut norm = |part: &str, len| norm_weight(source, c.family, &name(part, "weight"), len);
             let head_norms = match c.family {
-                Family::Qwen3 => Some([
-                    source.vector(&name("self_attn.q_norm", "weight"), c.head_dim)?,
-                    source.vector(&name("self_attn.k_norm", "weight"), c.head_dim)?,
-                ]),
+                Family::Qwen3 | Family::Gemma3 => {
+                    Some([norm(names.q_norm, c.head_dim)?, norm(names.k_norm, c.head_dim)?])
+                }
                 Family::Llama | Family::Qwen2 => None,
             };
-            let attention_norm = source.vector(&name(names.attention_norm, "weight"), c.hidden)?;
-            let mlp_norm = source.vector(&name(names.mlp_norm, "weight"), c.hidden)?;
-            layers.push(Layer { attention_norm, q, k, v, biases, head_norms, out, mlp_norm, gate, up, down });
+            let attention_norm = norm(names.attention_norm, c.hidden)?;
+            // The same name stands for two things in Hugging Face's files: in the older families it is the norm before
+            // the feed-forward part.
+            let (mlp_norm, after_norms) = match c.family {
+                Family::Gemma3 => {
+                    let [after_attention, before_mlp, after_mlp] = names.sandwich;
+                    let after = [norm(after_attention, c.hidden)?, norm(after_mlp, c.hidden)?];
+                    (norm(before_mlp, c.hidden)?, Some(after))
+                }
+                Family::Llama | Family::Qwen2 | Family::Qwen3 => (norm(names.mlp_norm, c.hidden)?, None),
+            };
+            layers.push(Layer {
+                attention_norm,
+                q,
+                k,
+                v,
+                biases,
+                head_norms,
+                after_norms,
+                out,
+                mlp_norm,
+                gate,
+                up,
+                down,
+            });
         }
         let embedding = source.embedding(names.embedding, c.vocab, c.hidden, precision)?;
         let output = if c.tied {
@@ -94,13 +120,14 @@ impl Model {
         } else {
             source.matrix(names.output, c.vocab, c.hidden, precision)?
         };
-        let norm = source.vector(names.norm, c.hidden)?;
+        let norm = norm_weight(source, c.family, names.norm, c.hidden)?;
         let factors = match source.has("rope_freqs.weight") {
             true => Some(source.vector("rope_freqs.weight", c.head_dim / 2)?),
             false => None,
         };
-        let rope = Rope::new(c, factors.as_deref());
-        Ok(Model { config, embedding, layers, norm, output, rope })
+        let rope = Rope::new(c, c.rope_theta, factors.as_deref());
+        let local_rope = c.window.map(|_| Rope::new(c, c.local_rope_theta, None));
+        Ok(Model { config, embedding, layers, norm, output, rope, local_rope })
     }
 
     /// The model's shape.
@@ -111,7 +138,13 @@ impl Model {
     /// What the KV cache must hold per token.
     pub fn geometry(&self) -> Geometry {
         let c = &self.config;
-        Geometry { layers: c.layers, heads: c.heads, kv_heads: c.kv_heads, head_dim: c.head_dim }
+        Geometry {
+            layers: c.layers,
+            heads: c.heads,
+            kv_heads: c.kv_heads,
+            head_dim: c.head_dim,
+            window: c.window,
+        }
     }
 
     /// Runs `tokens` at positions `start..`: writes their keys and values to `kv` and returns the logits asked for.
@@ -131,8 +164,14 @@ impl Model {
             return Err(Error::Context { start, tokens: end, limit: c.max_context });
         }
         let mut x = self.embedding.rows(tokens)?;
+        if c.family == Family::Gemma3 {
+            let scale = (c.hidden as f32).sqrt();
+            x.iter_mut().for_each(|v| *v *= scale);
+        }
         kv.ensure(end)?;
+        let geometry = self.geometry();
         let angles = self.rope.angles(start, tokens.len());
+        let local_angles = self.local_rope.as_ref().map(|rope| rope.angles(start, tokens.len()));
         let mut attended = vec![0.0; tokens.len() * c.heads * c.head_dim];
         for (n, layer) in self.layers.iter().enumerate() {
             let h = activations(rms_norm(&x, &layer.attention_norm, c.rms_eps), c.hidden)?;
@@ -146,6 +185,10 @@ impl Model {
                 q = rms_norm(&q, nq, c.rms_eps);
                 k = rms_norm(&k, nk, c.rms_eps);
             }
+            let angles = match &local_angles {
+                Some(local) if geometry.window(n).is_some() => local,
+                _ => &angles,
+            };
             angles.rotate(&mut q, c.heads);
             angles.rotate(&mut k, c.kv_heads);
             for (i, (k, v)) in k.chunks_exact(c.kv_row()).zip(v.chunks_exact(c.kv_row())).enumerate() {
@@ -154,14 +197,23 @@ impl Model {
             }
             kv.attend(n, end, &q, &mut attended);
             let h = activations(attended.clone(), c.heads * c.head_dim)?;
-            add(&mut x, &layer.out.apply(&h)?);
+            let mut h = layer.out.apply(&h)?;
+            if let Some([norm, _]) = &layer.after_norms {
+                h = rms_norm(&h, norm, c.rms_eps);
+            }
+            add(&mut x, &h);
 
             let h = activations(rms_norm(&x, &layer.mlp_norm, c.rms_eps), c.hidden)?;
             let mut gate = layer.gate.apply(&h)?;
+            let activate = if c.family == Family::Gemma3 { gelu } else { silu };
             for (g, u) in gate.iter_mut().zip(layer.up.apply(&h)?) {
-                *g = *g / (1.0 + (-*g).exp()) * u;
+                *g = activate(*g) * u;
             }
-            add(&mut x, &layer.down.apply(&activations(gate, c.intermediate)?)?);
+            let mut h = layer.down.apply(&activations(gate, c.intermediate)?)?;
+            if let Some([_, norm]) = &layer.after_norms {
+                h = rms_norm(&h, norm, c.rms_eps);
+            }
+            add(&mut x, &h);
         }
         let from = match want {
             Logits::None => return Ok(Vec::new()),
@@ -182,8 +234,12 @@ struct Names {
     gate: &'static str,
     up: &'static str,
     down: &'static str,
+    q_norm: &'static str,
+    k_norm: &'static str,
     attention_norm: &'static str,
     mlp_norm: &'static str,
+    /// Gemma 3's: after attention, before and after the feed-forward part.
+    sandwich: [&'static str; 3],
     embedding: &'static str,
     norm: &'static str,
     output: &'static str,
@@ -201,8 +257,11 @@ impl Names {
                 gate: "ffn_gate",
                 up: "ffn_up",
                 down: "ffn_down",
+                q_norm: "attn_q_norm",
+                k_norm: "attn_k_norm",
                 attention_norm: "attn_norm",
                 mlp_norm: "ffn_norm",
+                sandwich: ["post_attention_norm", "ffn_norm", "post_ffw_norm"],
                 embedding: "token_embd.weight",
                 norm: "output_norm.weight",
                 output: "output.weight",
@@ -216,8 +275,15 @@ impl Names {
                 gate: "mlp.gate_proj",
                 up: "mlp.up_proj",
                 down: "mlp.down_proj",
+                q_norm: "self_attn.q_norm",
+                k_norm: "self_attn.k_norm",
                 attention_norm: "input_layernorm",
                 mlp_norm: "post_attention_layernorm",
+                sandwich: [
+                    "post_attention_layernorm",
+                    "pre_feedforward_layernorm",
+                    "post_feedforward_layernorm",
+                ],
                 embedding: "model.embed_tokens.weight",
                 norm: "model.norm.weight",
                 output: "lm_head.weight",
@@ -228,6 +294,26 @@ impl Names {
     fn layer(&self, n: usize, part: &str, suffix: &str) -> String {
         format!("{}.{n}.{part}.{suffix}", self.layers)
     }
+}
+
+/// The weight of a norm. Gemma's checkpoints keep what is added to 1; its GGUF files have it added already.
+fn norm_weight(source: &mut Source, family: Family, name: &str, len: usize) -> Result<Vec<f32>> {
+    let mut weight = source.vector(name, len)?;
+    if family == Family::Gemma3 && matches!(source, Source::Safetensors(_)) {
+        weight.iter_mut().for_each(|w| *w += 1.0);
+    }
+    Ok(weight)
+}
+
+/// x * sigmoid(x) (Elfwing et al. 2017, arXiv 1702.03118).
+fn silu(x: f32) -> f32 {
+    x / (1.0 + (-x).exp())
+}
+
+/// GELU by its tanh approximation (Hendrycks & Gimpel 2016, arXiv 1606.08415), which is what Gemma was trained with.
+fn gelu(x: f32) -> f32 {
+    const SQRT_2_OVER_PI: f32 = 0.797_884_6;
+    0.5 * x * (1.0 + (SQRT_2_OVER_PI * x * (1.0 + 0.044_715 * x * x)).tanh())
 }
 
 /// `[token][width]` as a tensor, for the matrix products.

@@ -24,12 +24,12 @@ pub struct Angles {
 }
 
 impl Rope {
-    /// The frequencies that `config` asks for. `factors`, if the file has them (GGUF's `rope_freqs.weight`), divide
-    /// them one by one.
-    pub fn new(config: &Config, factors: Option<&[f32]>) -> Self {
+    /// The frequencies of base `theta`, stretched as `config` asks for. `factors`, if the file has them (GGUF's
+    /// `rope_freqs.weight`), divide them one by one.
+    pub fn new(config: &Config, theta: f64, factors: Option<&[f32]>) -> Self {
         let dim = config.head_dim;
         let mut frequencies: Vec<f32> = (0..dim / 2)
-            .map(|i| (1.0 / config.rope_theta.powf((2 * i) as f64 / dim as f64)) as f32)
+            .map(|i| (1.0 / theta.powf((2 * i) as f64 / dim as f64)) as f32)
             .map(|f| config.rope_scaling.map_or(f, |s| stretch(f, s)))
             .collect();
         for (f, factor) in frequencies.iter_mut().zip(factors.into_iter().flatten()) {

@@ -27,7 +27,7 @@ fn options(geometry: Geometry, element: Element, layout: Layout) -> KvOptions<'s
 
 fn open(client: &Client, options: &KvOptions) -> Result<Broker, KvError> {
     let profile = options.geometry.profile(options.model, options.element, options.layout).unwrap();
-    Broker::open_on(client, &client.profile(&profile)?, options)
+    Broker::open_on(client, &client.grouped_profile(&profile)?, options)
 }
 
 #[test]
@@ -60,6 +60,10 @@ impl KvStore for Interleaved<'_> {
             self.other.ensure(n)?;
         }
         Ok(())
+    }
+
+    fn reserve(&mut self, tokens: usize, step: usize) -> Result<(), KvError> {
+        self.kv.reserve(tokens, step)
     }
 
     fn store(&mut self, token: usize, layer: usize, kv: infer::kv::Kv, row: &[f32]) {

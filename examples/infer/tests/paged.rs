@@ -50,6 +50,10 @@ impl KvStore for Scattered {
         Ok(())
     }
 
+    fn reserve(&mut self, _: usize, _: usize) -> Result<(), KvError> {
+        Ok(())
+    }
+
     fn store(&mut self, token: usize, layer: usize, kv: Kv, row: &[f32]) {
         let plane = self.planes[layer][usize::from(kv == Kv::V)];
         let in_block = token & ((1 << self.shift) - 1);
@@ -64,7 +68,7 @@ impl KvStore for Scattered {
         let [k, v] = self.planes[layer];
         let kv = Paged { base: self.pool.as_ptr(), table: &self.table, shift: self.shift, k, v };
         // SAFETY: the table has blocks of the pool for all tokens that `ensure` made room for.
-        unsafe { self.attention.run(&kv, kv_tokens, q, out) }
+        unsafe { self.attention.run(&kv, layer, kv_tokens, q, out) }
     }
 }
 

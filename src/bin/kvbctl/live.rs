@@ -15,7 +15,7 @@ use kvbroker::size::Size;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
-use crate::{Failure, print_json};
+use super::{Failure, print_json};
 
 /// How to ask.
 #[derive(Debug, Args)]

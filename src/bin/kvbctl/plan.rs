@@ -1,6 +1,6 @@
 //! `kvbctl plan`: from options and model files to the account that [`kvbroker::plan`] makes.
 
-use crate::{Failure, print_json};
+use super::{Failure, print_json};
 use clap::ValueEnum;
 use kvbroker::model::{KvType, ModelShape};
 use kvbroker::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, PackingError, Placement};

@@ -150,7 +150,7 @@ pub fn counted(weights: &str, held: &str, store: &str) -> Result<()> {
             layout: Layout::PlaneMajor,
             context,
         };
-        let profile = client.profile(&geometry.profile(options.model, ELEMENT, options.layout)?)?;
+        let profile = client.grouped_profile(&geometry.profile(options.model, ELEMENT, options.layout)?)?;
         side(&model, &mut Broker::open_on(&client, &profile, &options)?, held)?
     } else {
         side(&model, &mut Twin::new(geometry, ELEMENT, context), held)?
@@ -215,6 +215,10 @@ struct Counted<'a, K>(&'a mut K);
 impl<K: KvStore> KvStore for Counted<'_, K> {
     fn ensure(&mut self, tokens: usize) -> Result<(), KvError> {
         counted_ensure(self.0, tokens)
+    }
+
+    fn reserve(&mut self, tokens: usize, step: usize) -> Result<(), KvError> {
+        self.0.reserve(tokens, step)
     }
 
     fn store(&mut self, token: usize, layer: usize, kv: Kv, row: &[f32]) {

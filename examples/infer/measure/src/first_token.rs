@@ -13,7 +13,7 @@ use infer::load::{Loaded, cached_smollm2, load};
 use infer::model::Logits;
 use infer::weights::Precision;
 use kvbroker::attention::Element;
-use kvbroker::client::{Client, ClientProfile, EmbeddedOptions};
+use kvbroker::client::{Client, EmbeddedOptions, GroupedProfile};
 use kvbroker::profile::Layout;
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
@@ -47,7 +47,8 @@ fn weights(name: &str, precision: Precision) -> Result<()> {
         context: PROMPT,
     };
     let client = Client::embedded(EmbeddedOptions::default())?;
-    let profile = client.profile(&geometry.profile(options.model, options.element, options.layout)?)?;
+    let profile =
+        client.grouped_profile(&geometry.profile(options.model, options.element, options.layout)?)?;
     let text = loaded.text.encode(include_str!("../../prompts/system.txt"))?;
     let shared: Vec<u32> = text.iter().copied().cycle().take(SHARED).collect();
     // The cold prompt begins with another token, so that none of it is published.
@@ -109,7 +110,7 @@ fn weights(name: &str, precision: Precision) -> Result<()> {
 fn open_and_compute(
     loaded: &Loaded,
     client: &Client,
-    profile: &ClientProfile,
+    profile: &GroupedProfile,
     options: &KvOptions,
     ids: &[u32],
     published: usize,

@@ -1,4 +1,4 @@
-//! Qwen2, Qwen3 and Llama from a directory, with weights from a seeded generator, against candle's models.
+//! Qwen2, Qwen3, Llama and Gemma 3 from a directory, with weights from a seeded generator, against candle's models.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -6,7 +6,7 @@ use std::path::Path;
 use candle_core::quantized::{GgmlDType, QTensor};
 use candle_core::{DType, Device, Tensor};
 use candle_nn::VarBuilder;
-use candle_transformers::models::{llama, qwen2, qwen3};
+use candle_transformers::models::{gemma3, llama, qwen2, qwen3};
 use infer::config::{Config, Family};
 use infer::kv::Twin;
 use infer::model::Model;
@@ -64,12 +64,22 @@ fn generate(config: &Config, seed: u64) -> HashMap<String, Tensor> {
         add("mlp.gate_proj.weight", normal(&[c.intermediate, c.hidden], 0.0, wide(c.hidden)));
         add("mlp.up_proj.weight", normal(&[c.intermediate, c.hidden], 0.0, wide(c.hidden)));
         add("mlp.down_proj.weight", normal(&[c.hidden, c.intermediate], 0.0, wide(c.intermediate)));
-        add("input_layernorm.weight", normal(&[c.hidden], 1.0, 0.2));
-        add("post_attention_layernorm.weight", normal(&[c.hidden], 1.0, 0.2));
+        if c.family != Family::Gemma3 {
+            add("input_layernorm.weight", normal(&[c.hidden], 1.0, 0.2));
+            add("post_attention_layernorm.weight", normal(&[c.hidden], 1.0, 0.2));
+        }
         if c.family == Family::Qwen2 {
             add("self_attn.q_proj.bias", normal(&[q], 0.0, 0.5));
             add("self_attn.k_proj.bias", normal(&[kv], 0.0, 0.5));
             add("self_attn.v_proj.bias", normal(&[kv], 0.0, 0.5));
+        }
+        if c.family == Family::Gemma3 {
+            // What is added to 1.
+            add("self_attn.q_norm.weight", normal(&[c.head_dim], 0.5, 0.3));
+            add("self_attn.k_norm.weight", normal(&[c.head_dim], 0.5, 0.3));
+            for name in ["input", "post_attention", "pre_feedforward", "post_feedforward"] {
+                add(&format!("{name}_layernorm.weight"), normal(&[c.hidden], 0.0, 0.2));
+            }
         }
         if c.family == Family::Qwen3 {
             add("self_attn.q_norm.weight", normal(&[c.head_dim], 1.5, 0.3));
@@ -78,7 +88,8 @@ fn generate(config: &Config, seed: u64) -> HashMap<String, Tensor> {
     }
     let head = 2.0 / (c.hidden as f32).sqrt();
     tensors.insert("model.embed_tokens.weight".to_owned(), normal(&[c.vocab, c.hidden], 0.0, head));
-    tensors.insert("model.norm.weight".to_owned(), normal(&[c.hidden], 1.0, 0.2));
+    let mean = if c.family == Family::Gemma3 { 0.0 } else { 1.0 };
+    tensors.insert("model.norm.weight".to_owned(), normal(&[c.hidden], mean, 0.2));
     if !c.tied {
         tensors.insert("lm_head.weight".to_owned(), normal(&[c.vocab, c.hidden], 0.0, head));
     }
@@ -114,6 +125,19 @@ fn record(family: Family, json: &str, file: &Path, prompt: &[u32]) -> Reference 
             let mut model = qwen3::ModelForCausalLM::new(&config, weights).unwrap();
             Reference::record(prompt, &mut |tokens, start| {
                 model.forward(&input(tokens)?, start)?.flatten_all()?.to_vec1()
+            })
+        }
+        // Token by token: over a whole prompt candle's mask shows a local layer one token more than its window has, and
+        // one more than its own cache shows it afterwards.
+        Family::Gemma3 => {
+            let config: gemma3::Config = serde_json::from_str(json).unwrap();
+            let mut model = gemma3::Model::new(false, &config, weights).unwrap();
+            Reference::record(prompt, &mut |tokens, start| {
+                let mut last = Vec::new();
+                for (n, token) in tokens.iter().enumerate() {
+                    last = model.forward(&input(&[*token])?, start + n)?.flatten_all()?.to_vec1()?;
+                }
+                Ok(last)
             })
         }
         Family::Llama => {
@@ -177,6 +201,18 @@ fn qwen3_with_its_head_norms_gives_the_logits_of_candle() {
     check("qwen3", (256, 512, 2, 16, 8, 128), true, json!({ "rope_theta": 1e6 }));
     check("qwen3", (96, 160, 3, 9, 3, 64), false, json!({}));
     check("qwen3", (128, 192, 2, 7, 7, 16), true, json!({}));
+}
+
+#[test]
+fn gemma_3_with_its_windows_gives_the_logits_of_candle() {
+    let extra = |window, every, dim| {
+        json!({ "hidden_activation": "gelu_pytorch_tanh", "query_pre_attn_scalar": dim, "sliding_window": window,
+            "sliding_window_pattern": every, "rope_theta": 1e6, "rope_local_base_freq": 1e4,
+            "attn_logit_softcapping": null, "final_logit_softcapping": null, "hidden_act": "gelu_pytorch_tanh" })
+    };
+    check("gemma3_text", (160, 256, 7, 4, 1, 64), true, extra(24, 3, 64));
+    check("gemma3_text", (128, 192, 6, 4, 2, 32), true, extra(16, 6, 32));
+    check("gemma3_text", (96, 160, 4, 3, 3, 128), true, extra(200, 2, 128));
 }
 
 #[test]

@@ -1,0 +1,255 @@
+//! What can be known to be wrong with a configuration before any memory is taken.
+//!
+//! Owns no state. Invariant: nothing here takes memory, binds a path or changes anything, so a check may run beside a
+//! living broker; and what it refuses a start would refuse too, since a start goes through [`consistent`] itself and
+//! meets what [`possible_here`] finds. Each refusal names the file, the key and its value.
+
+use std::fmt;
+use std::path::{Path, PathBuf};
+
+use super::config::{BackendChoice, Config, ConfigError, DeviceAccess, Origins};
+use crate::heap::{Backend, DmaHeap, UDMABUF_DEVICE};
+use crate::map::page_bytes;
+use crate::packing::{CMA_ALIGNMENT_ORDERS, Extents, PackingError, Placement, block_sizes};
+use crate::size::Size;
+
+/// The longest path of a Unix socket: `sun_path` has 108 bytes, the last of which is a zero (unix(7)).
+const LONGEST_SOCKET_PATH: usize = 107;
+/// (uid_t)-1: no user has it, and calls take it for "leave as it is".
+const NO_UID: u32 = u32::MAX;
+
+/// What a start would take, as far as that is known without taking it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Outlook {
+    /// Extents and their size in bytes.
+    pub extents: (u64, u64),
+    /// Where they would come from: a heap's path, or `memfd`.
+    pub source: String,
+}
+
+impl fmt::Display for Outlook {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        let (count, bytes) = self.extents;
+        let (each, all) = (Size::from_bytes(bytes), Size::from_bytes(count * bytes));
+        write!(f, "{count} extents of {each}, {all} in all, from {}", self.source)
+    }
+}
+
+/// How `config` cuts its pool: the extents where they will lie, for a CMA heap or for scattered pages.
+pub(super) fn cut(config: &Config, contiguous: bool) -> Result<Extents, PackingError> {
+    cut_for(config, page_bytes() as u64, contiguous)
+}
+
+/// The same for a machine with pages of `page` bytes.
+pub(super) fn cut_for(config: &Config, page: u64, contiguous: bool) -> Result<Extents, PackingError> {
+    // Extents are cut as for CMA also where memory is scattered: the sizes are good ones, and the same everywhere.
+    let cma = Placement::cma(page, config.cma_alignment_order)?;
+    let chosen = Extents::choose(config.pool_bytes, config.extent, &block_sizes(&config.profiles), cma)?;
+    let placement = if contiguous { cma } else { Placement::pages(page)? };
+    let one_block = chosen.one_block;
+    Ok(Extents { one_block, ..Extents::of(config.pool_bytes, chosen.bytes, placement)? })
+}
+
+/// The memory of this machine, in bytes.
+pub(super) fn memory_bytes() -> Option<u64> {
+    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
+    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
+    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
+}
+
+/// What the pool is made of, and why: what is configured, else by who reads the memory.
+pub(super) fn backend(config: &Config) -> (Backend, &'static str) {
+    match (config.backend, config.device) {
+        (BackendChoice::DmaHeap, _) => (Backend::DmaHeap, "configured"),
+        (BackendChoice::Udmabuf, _) => (Backend::Udmabuf, "configured"),
+        (BackendChoice::Memfd, _) => (Backend::Memfd, "configured"),
+        (BackendChoice::Auto, DeviceAccess::Contiguous) => {
+            (Backend::DmaHeap, "a device reads the pool and cannot scatter")
+        }
+        (BackendChoice::Auto, DeviceAccess::Iommu) => {
+            (Backend::Udmabuf, "a device behind an IOMMU reads the pool")
+        }
+        (BackendChoice::Auto, DeviceAccess::Vfio) => {
+            (Backend::Memfd, "a device that user space drives reads the pool through iommufd")
+        }
+        (BackendChoice::Auto, DeviceAccess::None) if config.heap.is_some() => {
+            (Backend::DmaHeap, "a heap is named")
+        }
+        (BackendChoice::Auto, DeviceAccess::None) => (Backend::Memfd, "no device reads the pool"),
+    }
+}
+
+/// Refuses what contradicts itself, on whatever machine.
+pub(super) fn consistent(config: &Config) -> Result<Extents, ConfigError> {
+    let origins = &config.origins;
+    values(config, origins)?;
+    paths(config, origins)?;
+    let extents =
+        cut(config, backend(config).0 == Backend::DmaHeap).map_err(|e| packing(config, origins, &e))?;
+    let least = config.minimum_bytes.div_ceil(extents.bytes).max(1);
+    if least > extents.count {
+        let most = Size::from_bytes(extents.count * extents.bytes);
+        let value = Size::from_bytes(config.minimum_bytes).exact();
+        let why = format!(
+            "after packing, the pool is {} extents, {most} in all: ask for at most that",
+            extents.count
+        );
+        return Err(origins.wrong("pool.minimum", value, why));
+    }
+    for (tenant, limit) in config.tenant_limits() {
+        if limit.bytes() < extents.bytes {
+            let (key, value) = match tenant {
+                Some(uid) => ("tenant", format!("uid {uid}, limit {}", limit.exact())),
+                None => ("limits.tenant", limit.exact()),
+            };
+            let each = Size::from_bytes(extents.bytes).exact();
+            let why =
+                format!("a tenant owns whole extents, and one is {each}: at this limit it could own nothing");
+            return Err(origins.wrong(key, value, why));
+        }
+    }
+    Ok(extents)
+}
+
+/// Refuses what this machine cannot give: memory, groups, directories, heaps.
+pub(super) fn possible_here(config: &Config) -> Result<Outlook, ConfigError> {
+    let origins = &config.origins;
+    let extents = consistent(config)?;
+    for (key, path) in sockets(config) {
+        let directory = directory_of(path);
+        if !directory.is_dir() {
+            let directory = directory.display();
+            let why = format!(
+                "there is no directory {directory}: make it (install -d {directory}), or systemd-tmpfiles --create"
+            );
+            return Err(origins.wrong(key, path.display(), why));
+        }
+    }
+    if let Some(group) = &config.socket_group {
+        let found = nix::unistd::Group::from_name(group);
+        if !matches!(found, Ok(Some(_))) {
+            let why = format!("there is no such group: make it (groupadd --system {group}), or name another");
+            return Err(origins.wrong("socket.group", group, why));
+        }
+    }
+    if let Some(memory) = memory_bytes().filter(|m| *m < config.pool_bytes) {
+        let why = format!("this machine has {} of memory; make pool.size smaller", Size::from_bytes(memory));
+        return Err(origins.wrong("pool.size", Size::from_bytes(config.pool_bytes).exact(), why));
+    }
+    Ok(Outlook { extents: (extents.count, extents.bytes), source: source(config, origins)? })
+}
+
+fn sockets(config: &Config) -> [(&'static str, &Path); 2] {
+    [("socket.path", &config.socket), ("socket.admin-path", &config.admin_socket)]
+}
+
+fn values(config: &Config, origins: &Origins) -> Result<(), ConfigError> {
+    if config.device == DeviceAccess::Contiguous && config.backend == BackendChoice::Memfd {
+        let why = "the pages of a memfd are scattered, and pool.device = \"contiguous\" says that the device cannot \
+                   scatter: use backend = \"dma-heap\", or device = \"none\"";
+        return Err(origins.wrong("pool.backend", "memfd", why.into()));
+    }
+    if !CMA_ALIGNMENT_ORDERS.contains(&config.cma_alignment_order) {
+        let (least, most) = (CMA_ALIGNMENT_ORDERS.start(), CMA_ALIGNMENT_ORDERS.end());
+        let why = format!("the kernel's CONFIG_CMA_ALIGNMENT goes from {least} to {most}; nearly all have 8");
+        return Err(origins.wrong("pool.cma-alignment-order", config.cma_alignment_order, why));
+    }
+    let policy = config.policy(1, false);
+    let limits = [
+        ("limits.connections", policy.connections),
+        ("limits.connections-per-tenant", policy.connections_per_tenant),
+        ("limits.sessions-per-connection", policy.sessions_per_connection),
+        ("limits.profiles-per-connection", policy.profiles_per_connection),
+    ];
+    if let Some((key, _)) = limits.iter().find(|(_, n)| *n == 0) {
+        return Err(origins.wrong(key, 0, "nobody could use the broker: 1 is the least".into()));
+    }
+    if config.tenant_limits().any(|(uid, _)| uid == Some(NO_UID)) {
+        return Err(origins.wrong("tenant", format!("uid {NO_UID}"), "no user can have this uid".into()));
+    }
+    Ok(())
+}
+
+fn paths(config: &Config, origins: &Origins) -> Result<(), ConfigError> {
+    let heaps = [("pool.heap-directory", Some(&config.heap_directory)), ("pool.heap", config.heap.as_ref())];
+    let heaps = heaps.iter().filter_map(|(k, p)| Some((*k, p.as_ref()?.as_path())));
+    for (key, path) in heaps.chain(sockets(config)) {
+        if path.as_os_str().is_empty() {
+            return Err(origins.wrong(key, "\"\"", "an empty path leads nowhere".into()));
+        }
+    }
+    for (key, path) in sockets(config) {
+        let bytes = path.as_os_str().len();
+        if bytes > LONGEST_SOCKET_PATH {
+            let why =
+                format!("{bytes} bytes are too long: the path of a socket has at most {LONGEST_SOCKET_PATH}");
+            return Err(origins.wrong(key, path.display(), why));
+        }
+    }
+    if config.socket == config.admin_socket {
+        let why = "clients and operators need a socket each".into();
+        return Err(origins.wrong("socket.admin-path", config.admin_socket.display(), why));
+    }
+    Ok(())
+}
+
+/// The directory that `path` is in.
+pub(super) fn directory_of(path: &Path) -> &Path {
+    path.parent().filter(|p| !p.as_os_str().is_empty()).unwrap_or(Path::new("."))
+}
+
+fn packing(config: &Config, origins: &Origins, error: &PackingError) -> ConfigError {
+    let key = match error {
+        PackingError::PoolTooSmall { .. } => "pool.size",
+        PackingError::NotPages { .. } | PackingError::ExtentTooLarge(_) | PackingError::NeverFits { .. } => {
+            "pool.extent"
+        }
+        PackingError::CmaOrder(_) => "pool.cma-alignment-order",
+        _ => "profile",
+    };
+    let value = match key {
+        "pool.size" => Size::from_bytes(config.pool_bytes).exact(),
+        "pool.extent" => config.extent.to_string(),
+        _ => String::new(),
+    };
+    origins.wrong(key, value, error.to_string())
+}
+
+/// Where the memory would come from. That the heap is there is checked; that it may be opened is the daemon's to find
+/// out, who runs as another user than whoever checks.
+fn source(config: &Config, origins: &Origins) -> Result<String, ConfigError> {
+    match backend(config).0 {
+        Backend::DmaHeap => {}
+        Backend::Udmabuf if Path::new(UDMABUF_DEVICE).exists() => return Ok(UDMABUF_DEVICE.into()),
+        Backend::Udmabuf => {
+            let why = format!(
+                "there is no {UDMABUF_DEVICE}: load the module (modprobe udmabuf), or use another backend"
+            );
+            return Err(origins.wrong("pool.backend", "udmabuf", why));
+        }
+        Backend::Memfd | Backend::Imaginary => return Ok("memfd".into()),
+    }
+    let directory = &config.heap_directory;
+    let path: PathBuf = match &config.heap {
+        Some(heap) => directory.join(heap),
+        None => DmaHeap::find(directory).ok_or_else(|| {
+            let why = "no CMA heap was found there, and this pool needs one; name it with pool.heap, or let \
+                       `kvbctl doctor` say which heaps this kernel has";
+            origins.wrong("pool.heap-directory", directory.display(), why.into())
+        })?,
+    };
+    if path.exists() {
+        return Ok(path.display().to_string());
+    }
+    let mut others: Vec<_> = std::fs::read_dir(directory)
+        .into_iter()
+        .flatten()
+        .filter_map(|entry| entry.ok()?.file_name().into_string().ok())
+        .collect();
+    others.sort();
+    let why = match others.is_empty() {
+        true => format!("there is no such heap, and none at all in {}", directory.display()),
+        false => format!("there is no such heap; {} has {}", directory.display(), others.join(", ")),
+    };
+    Err(origins.wrong("pool.heap", path.display(), why))
+}
