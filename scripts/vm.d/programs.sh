@@ -42,7 +42,7 @@ programs_of() {
 
 # example_of ARCH OUT: the C example for NPU runtimes, linked against the static library that cargo has just built.
 example_of() {
-    local flags=(-static -s -std=c11 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Werror) libraries=(-lpthread -lm -ldl -lgcc_eh)
+    local flags=(-static -s -Wl,--no-warnings -std=c11 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Werror) libraries=(-lpthread -lm -ldl -lgcc_eh)
     case $1 in
     x86_64)
         cc "${flags[@]}" -I"$checkout/include" "$checkout/examples/npu-import.c" -o "$work/bin/npu-import" \

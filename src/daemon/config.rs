@@ -472,19 +472,17 @@ impl Config {
             return Err(origins.wrong("pool.minimum", Size::from_bytes(minimum_bytes).exact(), why));
         }
         if file.pool.device == DeviceAccess::Vfio && file.device.node.is_none() {
-            return Err(ConfigError::Value(
-                "pool.device = \"vfio\" needs device.node, such as \"/dev/vfio/devices/vfio0\" (scripts/npu-bind prints it)".into(),
-            ));
+            let why =
+                "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (scripts/npu-bind prints it)";
+            return Err(origins.wrong("pool.device", "vfio", why.into()));
         }
         if !(20..=64).contains(&file.device.address_bits) {
-            let text = format!("device.address-bits = {}: 20 to 64", file.device.address_bits);
-            return Err(ConfigError::Value(text));
+            let bits = file.device.address_bits.to_string();
+            return Err(origins.wrong("device.address-bits", &bits, "a device has 20 to 64".into()));
         }
         if file.device.staging.bytes() > file.device.staging_total.bytes() {
-            let (one, all) = (file.device.staging, file.device.staging_total);
-            return Err(ConfigError::Value(format!(
-                "device.staging = {one} is more than device.staging-total = {all}"
-            )));
+            let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
+            return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
         }
         let limits = Policy {
             connections: file.limits.connections,

@@ -15,7 +15,7 @@ use nix::sys::socket::SockType;
 use thiserror::Error;
 
 use super::check::{self, memory_bytes};
-use super::config::Config;
+use super::config::{Config, DeviceAccess};
 use super::listener::{ListenError, Listener};
 use super::server::Server;
 use super::worker::Worker;
