@@ -77,6 +77,23 @@ fn a_drm_driver_imports_a_window_and_gives_it_back() {
 fn blocks_of_a_killed_client_stay_out_of_use_while_its_window_is_imported_and_come_back_after() {
     let daemon = Daemon::start();
     let options = || ClientOptions { credit_ahead: 0, ..ClientOptions::default() };
+    // The same tenant again, forked before there is a window: it must not inherit what stands for the importer.
+    let mut heir = Peer::start(ALICE, |turns| {
+        turns.yield_to_test();
+        let client = Client::connect_to(&daemon.socket(), options()).expect("connect");
+        let profile = client.profile(&Profile::reference()).expect("a profile");
+        let mut s = client.open(&profile, OpenOptions::default()).expect("a session");
+        s.ensure(59 * 16).expect("64 blocks, but for five");
+        s.ensure(59 * 16 + 1).expect_err("what a device may still write is nobody's");
+        turns.yield_to_test();
+        // The daemon looks again by itself, every five seconds at most.
+        let back = (0..200).any(|_| {
+            sleep(Duration::from_millis(100));
+            s.ensure(64 * 16).is_ok()
+        });
+        assert!(back, "the blocks do not come back");
+    });
+    heir.wait_for_yield();
     let victim = Peer::start(ALICE, |turns| {
         let client = Client::connect_to(&daemon.socket(), options()).expect("connect");
         let profile = client.profile(&Profile::reference()).expect("a profile");
@@ -88,22 +105,7 @@ fn blocks_of_a_killed_client_stay_out_of_use_while_its_window_is_imported_and_co
     });
     // Extents are memfds here, so the only dma-buf is the window.
     let import = victim.kill_and_keep("/dmabuf:");
-
-    // The same tenant again: 64 blocks, but for those five.
-    let mut heir = Peer::start(ALICE, |turns| {
-        let client = Client::connect_to(&daemon.socket(), options()).expect("connect");
-        let profile = client.profile(&Profile::reference()).expect("a profile");
-        let mut s = client.open(&profile, OpenOptions::default()).expect("a session");
-        s.ensure(59 * 16).expect("all others");
-        s.ensure(59 * 16 + 1).expect_err("what a device may still write is nobody's");
-        turns.yield_to_test();
-        // The daemon looks again by itself, every five seconds at most.
-        let back = (0..200).any(|_| {
-            sleep(Duration::from_millis(100));
-            s.ensure(64 * 16).is_ok()
-        });
-        assert!(back, "the blocks do not come back");
-    });
+    heir.resume();
     heir.wait_for_yield();
     drop(import);
     heir.resume();
