@@ -330,7 +330,7 @@ fn a_head_that_the_engine_drops_is_gone_in_all_groups_and_the_rest_can_still_be_
     let c = client(&broker, 0);
     let mut s = open(&c);
     run(&mut s, 200, 10, 1);
-    assert_eq!(s.trim_head(100).unwrap(), 144, "the window begins there");
+    assert_eq!(s.trim_head(100).unwrap(), 128, "the block in which the window begins");
     assert_eq!(s.groups()[0].first_token(), 96);
     s.trim(195).unwrap();
     assert!(s.trim(90).is_err());

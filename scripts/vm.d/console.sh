@@ -38,6 +38,8 @@ while true; do
             # Whether the machine manages to switch itself off is of no interest.
             verdict=${line##*verdict }
             kill -KILL "$pid" 2>/dev/null
+            # For its processor time, which the stage prints.
+            wait "$pid" 2>/dev/null
             break
             ;;
         *) ! $streaming || printf '%s\n' "$line" ;;

@@ -15,16 +15,29 @@ die() {
     exit 2
 }
 
-# stage NAME COMMAND...: runs the command and prints how long it took. If it fails, the run ends there.
+# stage NAME COMMAND...: runs the command and prints how long it took, and how much processor time that was: on a
+# busy host only the second says what it costs. If it fails, the run ends there.
 # Not to be used in a condition: `set -e` would be off inside the command.
 stage() {
-    local name=$1 start=$EPOCHREALTIME
+    local name=$1 start=$EPOCHREALTIME before after
     shift
     current_stage=$name
+    before=$(children_ticks)
     "$@"
+    after=$(children_ticks)
     # Both are microseconds once the point is gone.
     local us=$((${EPOCHREALTIME/[.,]/} - ${start/[.,]/}))
-    printf 'vm: stage %-24s %4d.%01d s\n' "$name" $((us / 1000000)) $((us / 100000 % 10))
+    printf 'vm: stage %-24s %4d.%01d s, %d.%01d s of a processor\n' "$name" \
+        $((us / 1000000)) $((us / 100000 % 10)) $(((after - before) / 100)) $(((after - before) / 10 % 10))
+}
+
+# Processor time of this shell's ended children and theirs, in hundredths of a second: cutime and cstime of proc(5).
+children_ticks() {
+    local stat
+    stat=$(<"/proc/$$/stat")
+    # The name in parentheses may contain anything.
+    read -ra stat <<<"${stat##*) }"
+    echo $((stat[13] + stat[14]))
 }
 
 hash_of() { sha256sum | cut -c1-12; }

@@ -1,28 +1,28 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # the parts share variables
-# Files out of Debian's arm64 packages, fetched through an apt of our own: neither the host's sources nor its
-# package database are touched.
+# Files out of Debian packages of other architectures and releases, fetched through an apt of our own: neither the
+# host's sources nor its package database are touched.
 
-# arm64_package PATTERN MEMBER...: downloads the newest package whose name matches the regular expression and
-# unpacks the members (tar wildcards) of it into $building.
-arm64_package() {
-    local pattern=$1 apt=$building/.apt name
-    shift
+# debian_package ARCH SUITE PATTERN MEMBER...: downloads the newest package whose name matches the regular expression
+# and unpacks the members (tar wildcards) of it into $building; its name and version are left in the file `package`.
+debian_package() {
+    local arch=$1 release=$2 pattern=$3 apt=$building/.apt name
+    shift 3
     mkdir -p "$apt"/{etc/apt.conf.d,etc/preferences.d,state/lists/partial,cache/archives/partial}
-    debian_sources >"$apt/etc/sources.list"
+    debian_sources "$release" >"$apt/etc/sources.list"
     # The keys are the host's; everything else is private.
     printf '%s\n' "Dir::Etc \"$apt/etc\";" 'Dir::Etc::sourceparts "/dev/null";' \
         'Dir::Etc::trustedparts "/usr/share/keyrings";' 'Dir::Etc::trusted "/dev/null";' \
         "Dir::State \"$apt/state\";" 'Dir::State::status "/dev/null";' "Dir::Cache \"$apt/cache\";" \
-        'APT::Architecture "arm64";' 'APT::Architectures { "arm64"; };' 'Acquire::Languages "none";' \
+        "APT::Architecture \"$arch\";" "APT::Architectures { \"$arch\"; };" 'Acquire::Languages "none";' \
         'Acquire::Check-Valid-Until "false";' 'APT::Sandbox::User "";' >"$apt/apt.conf"
     (
         export APT_CONFIG=$apt/apt.conf
         cd "$apt" || exit
         apt-get -qq update
         name=$(apt-cache search --names-only "$pattern" | cut -d' ' -f1 | sort -V | tail -n1)
-        [[ $name ]] || die "Debian $suite has no arm64 package that matches $pattern"
+        [[ $name ]] || die "Debian $release has no $arch package that matches $pattern"
         apt-get -qq download "$name"
-        printf '%s\n' "$name" >"$building/package"
+        printf '%s %s\n' "$name" "$(dpkg-deb --field ./*.deb Version)" >"$building/package"
     )
     dpkg-deb --fsys-tarfile "$apt"/*.deb | tar -x -C "$building" --wildcards "$@"
     rm -rf -- "$apt"
@@ -35,7 +35,7 @@ busybox_of() {
     x86_64) busybox=$root/bin/busybox ;;
     aarch64)
         cached busybox-arm64-1 "fetching Debian's busybox-static for arm64" \
-            arm64_package '^busybox-static$' '*/bin/busybox'
+            debian_package arm64 "$suite" '^busybox-static$' '*/bin/busybox'
         busybox=$(find "$entry" -name busybox -type f)
         ;;
     esac
@@ -45,6 +45,6 @@ busybox_of() {
 board_trees() {
     local entry
     cached rk3588-trees-1 "fetching the RK3588 device trees of Debian's arm64 kernel, about 100 MB" \
-        arm64_package '^linux-image-6\.12\.[0-9+deb]+-arm64$' '*/rockchip/rk3588*.dtb'
+        debian_package arm64 "$suite" '^linux-image-6\.12\.[0-9+deb]+-arm64$' '*/rockchip/rk3588*.dtb'
     boards=$(find "$entry" -type d -name rockchip)
 }

@@ -12,18 +12,18 @@ bench_packages=(linux-source-6.12 gcc gcc-aarch64-linux-gnu make flex bison bc l
     qemu-system-x86 qemu-system-arm device-tree-compiler busybox-static systemd udev e2fsprogs)
 rust_packages=(rustc cargo gcc gcc-aarch64-linux-gnu libc6-dev libc6-dev:arm64 libstd-rust-dev:arm64)
 
-# The mirrors that the host already uses, so that a local mirror is honoured.
+# debian_sources [SUITE]: from the mirrors that the host already uses, so that a local mirror is honoured.
 # shellcheck disable=SC2016
 debian_sources() {
-    local main security
+    local release=${1:-$suite} main security
     main=$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian' | sed -n 1p)
     security=$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian-Security' | sed -n 1p)
     if [[ -z $main ]]; then
         echo "vm: apt knows no Debian mirror on this host: run apt-get update first" >&2
         return 1
     fi
-    printf 'deb %s %s main\n' "$main" "$suite" "$main" "$suite-updates"
-    [[ -z $security ]] || printf 'deb %s %s main\n' "$security" "$suite-security"
+    printf 'deb %s %s main\n' "$main" "$release" "$main" "$release-updates"
+    [[ -z $security ]] || printf 'deb %s %s main\n' "$security" "$release-security"
 }
 
 # shellcheck disable=SC2016
@@ -34,7 +34,7 @@ make_root() {
     local include
     include=$(IFS=,; echo "$*")
     # Frozen mirrors have expired Release files; documentation and translations are half of the files.
-    debian_sources | as_root nice -n "$nice_level" mmdebstrap --quiet --mode=root --variant=minbase \
+    debian_sources "$suite" | as_root nice -n "$nice_level" mmdebstrap --quiet --mode=root --variant=minbase \
         --architectures=amd64,arm64 --include="$include" \
         --aptopt='Acquire::Check-Valid-Until "false"' --aptopt='APT::Install-Recommends "false"' \
         --dpkgopt=force-unsafe-io --dpkgopt='path-exclude=/usr/share/doc/*' \
@@ -56,7 +56,7 @@ root_of() {
 
 # in_root [-b HOST_DIR:INSIDE]... [-r HOST_DIR:INSIDE]... COMMAND...: runs in $root as the calling user.
 # With $inside_user (uid:gid) set, as that user.
-# -b binds a directory read-write, -r read-only. INSIDE is /src, /out, /vendor or a directory in /tmp.
+# -b binds a directory read-write, -r read-only. INSIDE is a directory that the root has, or one in /tmp.
 in_root() {
     local binds=() option
     while [[ $1 == -[br] ]]; do

@@ -43,6 +43,11 @@ pack_payload() {
     install -m 755 "$vm_d/run-in-systemd" "$payload/$lib/"
     printf '%s\n' 'u alice 1001' 'u mallory 1003' 'm alice kvbroker-clients' \
         >"$payload/usr/lib/sysusers.d/zz-kvbroker-vm.conf"
+    # The committed configuration, and what this machine has beside it: a CMA heap, half of it for the daemon, because
+    # the sandbox's tests take extents themselves.
+    mkdir -p "$payload/etc/kvbroker/kvbroker.toml.d"
+    install -m 644 "$checkout/systemd/kvbroker.toml" "$payload/etc/kvbroker/"
+    printf '%s\n' '[pool]' 'size = "128M"' 'device = "contiguous"' >"$payload/etc/kvbroker/kvbroker.toml.d/vm.toml"
     # The daemon's unit around the tests: the same user, devices, system calls and limits.
     sed -e "s|^ExecStart=.*|ExecStart=/$lib/device --test-threads=1 --color never sandbox::|" -e 's/^Type=.*/Type=oneshot/' \
         -e '/^\(Restart\|Sockets\|Requires\|WatchdogSec\|After=kvbrokerd\)/d' \

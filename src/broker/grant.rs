@@ -46,7 +46,7 @@ impl Broker {
     /// Blocks that could be granted to the tenant now, and how many once the worker has renewed what waits for it.
     pub(super) fn available(&self, tenant: Tenant, cut: &Cut) -> (u64, u64) {
         let pool = &self.state.pool;
-        let may = self.extent_limit(tenant).saturating_sub(pool.extents_of(tenant));
+        let may = self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant));
         let blocks = |extents: u32| u64::from(extents.min(may)) * u64::from(cut.slots);
         let free = pool.free_places(tenant, cut.format);
         let clean = pool.clean_extents();
@@ -95,7 +95,7 @@ impl Broker {
         let mut descriptors = BTreeSet::new();
         while taken.len() < want.want as usize {
             let pressing = taken.len() < want.least as usize;
-            let may = self.extent_limit(tenant).saturating_sub(self.state.pool.extents_of(tenant));
+            let may = self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant));
             let take = Take {
                 tenant,
                 client,
@@ -124,7 +124,7 @@ impl Broker {
         let is_own = |e: &ExtentId| pool.extents()[e].owned().is_some_and(|o| o.tenant == tenant);
         // The tenant's own first: at its limit, nothing else helps.
         let (own, others): (Vec<_>, Vec<_>) = pool.idle(tenant, cut.format).into_iter().partition(is_own);
-        let may = self.extent_limit(tenant).saturating_sub(pool.extents_of(tenant) - own.len() as u32);
+        let may = self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant) - own.len() as u32);
         let idle = pool.clean_extents() + pool.soon_clean() + (own.len() + others.len()) as u32;
         let reach = pool.free_places(tenant, cut.format) + u64::from(idle.min(may)) * u64::from(cut.slots);
         if reach + self.asked_blocks(cut) < least {
@@ -149,7 +149,7 @@ impl Broker {
     fn busy(&self, tenant: Tenant, cut: &Cut, needed: u64, available: u64) -> Refused {
         let pool = &self.state.pool;
         let (owned, limit) = (pool.extents_of(tenant), self.extent_limit(tenant));
-        let at_limit = owned >= limit && pool.clean_extents() + pool.soon_clean() > 0;
+        let at_limit = self.charged_extents(tenant) >= limit && pool.clean_extents() + pool.soon_clean() > 0;
         let what = format!("{needed} blocks are needed, {available} can be granted now");
         if at_limit {
             let text = format!(

@@ -34,7 +34,7 @@ pub use prefix::PrefixStats;
 pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
 pub use report::{
-    CountReport, ExtentReport, LedgerReport, MapReport, PoolReport, SessionReport, StatusReport,
+    CountReport, ExtentReport, LedgerReport, MapReport, PoolReport, PoolWaste, SessionReport, StatusReport,
 };
 pub use session::Session;
 pub use window::{Declined, Made, Making};
@@ -42,6 +42,7 @@ pub use window::{Declined, Made, Making};
 use crate::heap::{Buffer, Heap, HeapError, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
 use crate::map::page_bytes;
+use crate::packing::Extents;
 use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
 use crate::window::How;
@@ -361,6 +362,8 @@ pub struct Broker {
     reason: String,
     policy: Policy,
     instance: u64,
+    /// How the configured pool was cut, for the status.
+    cut: Option<Extents>,
     state: State,
     buffers: BTreeMap<ExtentId, Arc<Buffer>>,
     outbox: VecDeque<Output>,
@@ -423,6 +426,7 @@ impl Broker {
             reason: String::new(),
             policy,
             instance: fresh_instance(),
+            cut: None,
             state,
             buffers: BTreeMap::new(),
             outbox: VecDeque::new(),
@@ -446,6 +450,11 @@ impl Broker {
     /// Why the pool is made of this kind of memory: shown in the status.
     pub fn set_reason(&mut self, reason: String) {
         self.reason = reason;
+    }
+
+    /// How the pool was cut: shown in the status, with what that costs.
+    pub fn set_cut(&mut self, cut: Extents) {
+        self.cut = Some(cut);
     }
 
     /// The heap that the pool is made of.

@@ -221,6 +221,8 @@ struct Model {
     /// How often the worker found an extent in others' hands.
     found_held: BTreeMap<ExtentId, u32>,
     quarantined: BTreeSet<ExtentId>,
+    /// Whose each extent was.
+    was: BTreeMap<ExtentId, u32>,
     missing: u64,
     now: Option<Instant>,
 }
@@ -246,8 +248,10 @@ impl Model {
         self.extents().min(Model::limit(uid)) * u64::from(FORMATS[format].1)
     }
 
+    /// Extents that count against the tenant's limit.
     fn owned_by(&self, uid: u32) -> u64 {
-        self.owned.values().filter(|o| o.0 == uid).count() as u64
+        let kept = self.quarantined.iter().filter(|e| self.was.get(e) == Some(&uid)).count();
+        (self.owned.values().filter(|o| o.0 == uid).count() + kept) as u64
     }
 
     fn free_places(&self, uid: u32, format: usize) -> u64 {
@@ -262,7 +266,7 @@ impl Model {
         let now = self.now;
         self.asked.retain(|_, until| Some(*until) > now);
         let slots = u64::from(FORMATS[format].1);
-        let may = Model::limit(uid) - self.owned_by(uid);
+        let may = Model::limit(uid).saturating_sub(self.owned_by(uid));
         let have = |m: &Model, extents: u64| m.free_places(uid, format) + extents.min(may) * slots;
         if have(self, self.clean + self.renewing) >= least {
             return;
@@ -296,7 +300,7 @@ impl Model {
             return Must::Refuse(Fault::NeverFits);
         }
         self.withdraw(uid, format, least);
-        let may = Model::limit(uid) - self.owned_by(uid);
+        let may = Model::limit(uid).saturating_sub(self.owned_by(uid));
         let free = self.free_places(uid, format);
         if free + self.clean.min(may) * slots >= least {
             let extents = least.saturating_sub(free).div_ceil(slots);
@@ -585,7 +589,7 @@ impl Model {
             }
             Ask::Query { format } => {
                 let free = self.free_places(uid, *format);
-                let may = Model::limit(uid) - self.owned_by(uid);
+                let may = Model::limit(uid).saturating_sub(self.owned_by(uid));
                 let more = (self.clean + self.renewing).min(may) * u64::from(FORMATS[*format].1);
                 let mine = self.owned.iter().filter(|(_, o)| (o.0, o.1) == (uid, *format));
                 let held = mine.map(|(e, _)| self.in_use(*e)).sum();
@@ -624,7 +628,8 @@ impl Model {
             .map(|(e, _)| *e)
             .collect();
         for extent in idle {
-            self.owned.remove(&extent);
+            let (uid, _, _) = self.owned.remove(&extent).unwrap();
+            self.was.insert(extent, uid);
             self.asked.remove(&extent);
             self.renewing += 1;
         }

@@ -5,6 +5,7 @@
 //! - an extent whose tenant is gone and that others still hold is nobody's: it is booked as quarantined, shown with whom
 //!   it was granted to last, and looked at again until it comes back; it is never granted and never forgotten;
 //! - extents that are missing from what was wanted are asked of the kernel again, one at a time;
+//! - extents that a tenant keeps in quarantine count against its limit: nobody gains by keeping what it gave back;
 //! - there is a time to wake up for exactly while there is something to look at.
 
 use std::collections::BTreeMap;
@@ -15,7 +16,8 @@ use serde::{Deserialize, Serialize};
 
 use super::{Broker, Job};
 use crate::heap::{Buffer, HeapError, Held, Renewal};
-use crate::id::{ClientId, ExtentId};
+use crate::id::{ClientId, ExtentId, Tenant};
+use crate::pool::Use;
 
 /// A process that dies closes its connection before the last of its buffers: so long nothing is wrong.
 const GRACE: Duration = Duration::from_millis(5);
@@ -117,6 +119,16 @@ impl Broker {
         self.state.wanted_extents.saturating_sub(self.state.pool.extents().len() as u32)
     }
 
+    /// Extents that count against the tenant's limit: its own, and those that it had last and that are in quarantine.
+    pub(super) fn charged_extents(&self, tenant: Tenant) -> u32 {
+        let pool = &self.state.pool;
+        let its = |extent: &&ExtentId| {
+            let quarantined = pool.extents().get(extent).is_some_and(|e| e.usage == Use::Quarantined);
+            quarantined && self.state.last_granted.get(extent).is_some_and(|l| l.uid == tenant.0)
+        };
+        pool.extents_of(tenant) + self.absent.kept.keys().filter(its).count() as u32
+    }
+
     /// Buffers that are in neither the pool's hands nor the worker's.
     pub(super) fn kept_extents(&self) -> usize {
         self.absent.kept.len()
@@ -130,9 +142,8 @@ impl Broker {
 
     /// After a restart: extents in quarantine are looked at at once. Those without a buffer are begun anew.
     pub(super) fn take_up_quarantine(&mut self) {
-        let in_quarantine = |(id, e): (&ExtentId, &crate::pool::Extent)| {
-            (e.usage == crate::pool::Use::Quarantined).then_some(*id)
-        };
+        let in_quarantine =
+            |(id, e): (&ExtentId, &crate::pool::Extent)| (e.usage == Use::Quarantined).then_some(*id);
         let all: Vec<_> = self.state.pool.extents().iter().filter_map(in_quarantine).collect();
         for extent in all {
             match self.buffers.remove(&extent) {
@@ -267,7 +278,7 @@ impl Broker {
     /// The extents in quarantine, for people.
     pub(super) fn quarantined(&self) -> Vec<QuarantineReport> {
         let in_quarantine = |(id, _): &(&ExtentId, &Kept)| {
-            self.state.pool.extents().get(id).is_some_and(|e| e.usage == crate::pool::Use::Quarantined)
+            self.state.pool.extents().get(id).is_some_and(|e| e.usage == Use::Quarantined)
         };
         let report = |(id, kept): (&ExtentId, &Kept)| QuarantineReport {
             extent: id.0,

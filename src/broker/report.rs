@@ -36,6 +36,25 @@ pub struct PoolReport {
     pub heap: String,
     /// Why this one.
     pub reason: String,
+    /// Bytes that the configuration asks for, of which `bytes` are in extents; 0 if the broker was not told.
+    #[serde(default)]
+    pub configured_bytes: u64,
+    /// Bytes from the start of one extent to the next one's; more than `extent_bytes` where the kernel's alignment
+    /// leaves gaps.
+    #[serde(default)]
+    pub stride_bytes: u64,
+    /// Where the rest of the configured bytes is, had all extents been taken.
+    #[serde(default)]
+    pub waste: PoolWaste,
+}
+
+/// Bytes of the configured pool that are in no extent, by cause.
+#[derive(Debug, Clone, Copy, Default, Serialize, Deserialize)]
+pub struct PoolWaste {
+    /// In gaps between extents, because the kernel aligns each one's start.
+    pub alignment: u64,
+    /// At the end, where no further extent fits.
+    pub pool_tail: u64,
 }
 
 /// What the count of a buffer's holders proves.
@@ -195,6 +214,12 @@ impl Broker {
                 backend: self.heap.backend(),
                 heap: self.heap.name(),
                 reason: self.reason.clone(),
+                configured_bytes: self.cut.map_or(0, |cut| cut.pool),
+                stride_bytes: self.cut.map_or(extent_bytes, |cut| cut.stride),
+                waste: self.cut.map_or_else(PoolWaste::default, |cut| {
+                    let waste = cut.pack(cut.bytes).waste;
+                    PoolWaste { alignment: waste.alignment, pool_tail: waste.pool_tail }
+                }),
             },
             ledger: self.ledger().into_iter().map(|(name, bytes)| (name.to_owned(), bytes)).collect(),
             formats: state.formats.values().map(format).collect(),

@@ -8,15 +8,23 @@ use thiserror::Error;
 
 use crate::wire::Fault;
 
+/// What to do about a socket that does not let this process in.
+fn advice(source: &io::Error) -> &'static str {
+    match source.kind() {
+        io::ErrorKind::PermissionDenied => {
+            "this user may not connect: add it to the socket's group (kvbroker-clients as installed) and log in anew"
+        }
+        _ => "start kvbrokerd, set KVBROKER_SOCKET, or set KVBROKER_BACKEND=embedded to run without one",
+    }
+}
+
 /// An error of the client library. After any of them the client and its sessions are as they were before the call,
 /// unless the variant says otherwise.
 #[derive(Debug, Error)]
 #[non_exhaustive]
 pub enum Error {
     /// Nobody listens there.
-    #[error(
-        "no broker at {path}: {source}; start kvbrokerd, set KVBROKER_SOCKET, or set KVBROKER_BACKEND=embedded to run without one"
-    )]
+    #[error("no broker at {path}: {source}; {}", advice(source))]
     NotReachable {
         /// The socket.
         path: PathBuf,

@@ -144,10 +144,15 @@ fn sockets(config: &Config) -> [(&'static str, &Path); 2] {
 }
 
 fn values(config: &Config, origins: &Origins) -> Result<(), ConfigError> {
-    if config.device == DeviceAccess::Contiguous && config.backend == BackendChoice::Memfd {
+    let scattered = match config.backend {
+        BackendChoice::Memfd => Some("memfd"),
+        BackendChoice::Udmabuf => Some("udmabuf"),
+        BackendChoice::Auto | BackendChoice::DmaHeap => None,
+    };
+    if let Some(backend) = scattered.filter(|_| config.device == DeviceAccess::Contiguous) {
         let why = "the pages of a memfd are scattered, and pool.device = \"contiguous\" says that the device cannot \
-                   scatter: use backend = \"dma-heap\", or device = \"none\"";
-        return Err(origins.wrong("pool.backend", "memfd", why.into()));
+                   scatter: use backend = \"dma-heap\", or another device";
+        return Err(origins.wrong("pool.backend", backend, why.into()));
     }
     if !CMA_ALIGNMENT_ORDERS.contains(&config.cma_alignment_order) {
         let (least, most) = (CMA_ALIGNMENT_ORDERS.start(), CMA_ALIGNMENT_ORDERS.end());

@@ -12,7 +12,7 @@ use thiserror::Error;
 use super::check::{self, Outlook};
 use crate::broker::Policy;
 use crate::client::DEFAULT_SOCKET;
-use crate::heap::DmaHeap;
+use crate::heap::{Backend, DmaHeap};
 use crate::id::Tenant;
 use crate::model::{KvType, ModelShape};
 use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, Extents, PackingError};
@@ -402,6 +402,11 @@ impl Config {
         check::backend(self).0 == crate::heap::Backend::DmaHeap
     }
 
+    /// Whether the pool comes from /dev/udmabuf.
+    pub fn wants_udmabuf(&self) -> bool {
+        check::backend(self).0 == Backend::Udmabuf
+    }
+
     /// Whether a device that cannot scatter is configured to read the pool.
     pub fn reads_contiguous(&self) -> bool {
         self.device == DeviceAccess::Contiguous
@@ -752,6 +757,10 @@ mod tests {
                 "pool.minimum = 256M: after packing, the pool is 85 extents, 255 MiB",
             ),
             (contiguous, "pool.backend = memfd: the pages of a memfd are scattered"),
+            (
+                "[pool]\ndevice = \"contiguous\"\nbackend = \"udmabuf\"\n",
+                "pool.backend = udmabuf: the pages of a memfd are scattered",
+            ),
             ("[pool]\nheap = \"\"\n", "pool.heap = \"\": an empty path"),
             ("[socket]\npath = \"\"\n", "socket.path = \"\": an empty path"),
             (&long, "108 bytes are too long"),

@@ -187,6 +187,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let mut broker = Broker::new(heap, extents.bytes, as_count(extents.count), as_count(least), policy)?;
     broker.set_reason(why);
     broker.set_means(means(config)?);
+    broker.set_cut(extents);
 
     let worker = Worker::start(broker.heap())?;
     let status = broker.status();

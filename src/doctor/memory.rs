@@ -272,17 +272,24 @@ fn udmabuf(board: &Board, found: &mut Findings) {
         };
         let said = "/dev/udmabuf is not there: no device range over scattered blocks, KV reaches an NPU through \
                     contiguous extents or by staging";
-        return found.warn(area, "node", said, mend);
+        return match board.config.wants_udmabuf() {
+            true => found.fail(area, "node", format!("{said}; and the configured pool is made of it"), mend),
+            false => found.warn(area, "node", said, mend),
+        };
     };
     let said = format!("/dev/udmabuf is {:04o}, group {}", node.mode, tree.group_name(node.gid));
     match &board.daemon {
         Some(daemon) if !node.opens_for(daemon) => {
             let group = tree.group_name(node.gid);
-            let mend = match group.as_str() {
+            let mend: String = match group.as_str() {
                 "root" => "udevadm trigger --subsystem-match=misc, so that the distribution's rule gives it to group kvm".into(),
                 group => format!("usermod -aG {group} {DAEMON}, and restart kvbrokerd"),
             };
-            found.warn(area, "node", format!("{said}: the user {DAEMON} may not open it"), mend);
+            let said = format!("{said}: the user {DAEMON} may not open it");
+            match board.config.wants_udmabuf() {
+                true => found.fail(area, "node", said, mend),
+                false => found.warn(area, "node", said, mend),
+            }
         }
         _ => found.ok(area, "node", said),
     }

@@ -195,6 +195,15 @@ fn a_wrong_configuration_and_a_kernels_other_alignment_are_findings() {
 }
 
 #[test]
+fn a_pool_of_udmabufs_on_a_kernel_without_them_is_a_failure() {
+    let config = ("etc/kvbroker/kvbroker.toml", "[pool]\ndevice = \"iommu\"\n");
+    let report = changed("vendor-6.1", &[config]);
+    expect(&report, "udmabuf.node", Level::Fail, "the configured pool is made of it", "CONFIG_UDMABUF");
+    let report = changed("rocket-6.18", &[config]);
+    expect(&report, "udmabuf.node", Level::Ok, "0660, group kvm", "");
+}
+
+#[test]
 fn every_warning_and_failure_carries_what_to_do() {
     for name in ["healthy", "vendor-6.1", "rocket-6.18", "small-cma", "laptop"] {
         let report = see(name);

@@ -3,7 +3,8 @@
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::{UnixDatagram, UnixListener};
 use std::os::unix::process::CommandExt;
-use std::process::Stdio;
+use std::path::Path;
+use std::process::{Command, Stdio};
 use std::time::Duration;
 
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
@@ -71,6 +72,16 @@ fn a_pool_that_cannot_be_ends_with_code_1_and_what_to_do() {
     }
 }
 
+/// A start whose socket for clients is elsewhere.
+fn elsewhere(place: &Place, socket: &Path) -> Command {
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvbrokerd"));
+    command.arg("--config").arg(place.path("kvbroker.toml")).arg("--socket").arg(socket);
+    command.arg("--admin-socket").arg(place.path("admin.sock")).stdin(Stdio::null());
+    let log = std::fs::File::options().create(true).append(true).open(place.path("log")).unwrap();
+    command.stderr(log);
+    command
+}
+
 /// What `kvbrokerd --check` says: exit code, standard output, standard error.
 fn checked(place: &Place) -> (Option<i32>, String, String) {
     let output = place.command().arg("--check").stdout(Stdio::piped()).output().unwrap();
@@ -115,8 +126,7 @@ fn a_check_refuses_what_this_machine_cannot_give() {
         assert!(log.contains("kvbroker.toml: "), "{config}: {log}");
     }
     let place = Place::new(CONFIG);
-    let status =
-        place.command().arg("--check").arg("--socket").arg(place.path("none/a.sock")).status().unwrap();
+    let status = elsewhere(&place, &place.path("none/a.sock")).arg("--check").status().unwrap();
     assert_eq!(status.code(), Some(2));
     assert!(place.log().contains("there is no directory"), "{}", place.log());
 }
@@ -139,7 +149,7 @@ fn an_unknown_group_a_missing_directory_and_a_full_one_are_told_apart_and_nothin
     assert!(!place.socket().exists(), "a socket was left behind");
 
     let place = Place::new(CONFIG);
-    let status = place.command().arg("--socket").arg(place.path("none/a.sock")).status().unwrap();
+    let status = elsewhere(&place, &place.path("none/a.sock")).status().unwrap();
     assert_eq!(status.code(), Some(1));
     assert!(place.log().contains("there is no directory"), "{}", place.log());
 
@@ -147,8 +157,7 @@ fn an_unknown_group_a_missing_directory_and_a_full_one_are_told_apart_and_nothin
     let place = Place::new(CONFIG);
     let full = place.path("full");
     std::fs::create_dir(&full).unwrap();
-    let mut command = place.command();
-    command.arg("--socket").arg(full.join("a.sock"));
+    let mut command = elsewhere(&place, &full.join("a.sock"));
     let mounted = std::ffi::CString::new(full.as_os_str().as_encoded_bytes()).unwrap();
     // SAFETY: unshare and mount may be called between fork and exec; all strings were made before.
     unsafe {

@@ -496,13 +496,9 @@ fn a_broker_that_may_not_try_vmsplice_destroys_extents_and_allocates_them_anew()
 fn extents_come_back_by_consent_and_a_client_that_does_not_answer_keeps_them() {
     let broker = Place::new(&Backend::Cma.pool()).start();
     let socket = broker.socket();
-    let mut owner = Connection::new(&socket, "owner");
-    owner.reserve(BLOCKS).expect("all blocks");
-    for fd in owner.extents.values() {
-        Map::writable(fd.as_fd(), EXTENT).fill(0, EXTENT, A);
-    }
-    owner.free();
+    // Started first: it would inherit the owner's descriptors, and hold them.
     let mut other = Peer::start(BOB, |turns| {
+        turns.yield_to_test();
         let mut c = Connection::new(&socket, "other");
         for _ in 0..4 {
             assert_eq!(c.reserve(PER_EXTENT).unwrap_err(), Fault::Busy);
@@ -511,6 +507,14 @@ fn extents_come_back_by_consent_and_a_client_that_does_not_answer_keeps_them() {
         until("the owner has given its extents back", || c.reserve(BLOCKS).is_ok());
         assert!(c.extents.values().all(|fd| Map::writable(fd.as_fd(), EXTENT).is_all(0)));
     });
+    other.wait_for_yield();
+    let mut owner = Connection::new(&socket, "owner");
+    owner.reserve(BLOCKS).expect("all blocks");
+    for fd in owner.extents.values() {
+        Map::writable(fd.as_fd(), EXTENT).fill(0, EXTENT, A);
+    }
+    owner.free();
+    other.resume();
     other.wait_for_yield();
     owner.take_in_events();
     let [(asked, deadline)] = owner.asked_back[..] else { panic!("{:?}", owner.asked_back) };

@@ -13,15 +13,9 @@ use nix::unistd::{Whence, lseek};
 
 use crate::support::{
     ALICE, AREA, BLOCK, BOB, CMA_HEAP, DAEMON, EXTENT, HEAP_GROUP, Heap, HeapAllocation, KIB, MIB, Map, Peer,
-    SYSTEM_HEAP, as_user, broker_seals, cma_used, dma_buf_sync, holders, memfd, seal, udmabuf,
+    SYSTEM_HEAP, almost, as_user, broker_seals, cma_used, dma_buf_sync, holders, memfd, seal, udmabuf,
     vmsplice_error,
 };
-
-/// A few pages of the area may be taken by unmovable users before the first test runs: 507 of 512 buffers and 84 of
-/// 85 extents have been seen.
-fn almost(full: usize) -> std::ops::RangeInclusive<usize> {
-    full - full.div_ceil(64)..=full
-}
 
 #[test]
 fn only_root_can_open_a_heap_until_a_rule_says_otherwise() {

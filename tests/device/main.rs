@@ -7,6 +7,11 @@
 //! `service` and `sandbox` need the machine with a real systemd (`scripts/vm systemd`): the installed files seen from
 //! outside, and from inside the daemon's unit. Everything else runs in the small machine.
 //!
+//! `pool` and `disaster` run the real daemon (`daemon`) on those heaps. `disaster::out_of_memory` fills the machine and
+//! needs one of the article's size (`scripts/vm disaster`).
+//!
+//! `measure` has no assertion of interest: it prints what `scripts/bench` reports.
+//!
 //! `isolation` holds what one tenant can still reach of another's memory, and `heaps` what the broker does where heaps are
 //! not as they should be; both run the real daemon (`broker`).
 //!
@@ -16,6 +21,8 @@
 //! `window`, `vivid` and `npu` run the product's windows over the devices that `kernel` and `iommu` try by themselves.
 
 mod broker;
+mod daemon;
+mod disaster;
 mod heaps;
 mod iommu;
 mod isolation;
@@ -23,6 +30,8 @@ mod kernel;
 #[path = "../common/llama.rs"]
 mod llama;
 mod npu;
+mod measure;
+mod pool;
 mod sandbox;
 mod service;
 mod support;

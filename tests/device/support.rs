@@ -15,7 +15,8 @@ use std::ptr::NonNull;
 use nix::errno::Errno;
 use nix::fcntl::{FcntlArg, SealFlag, fcntl};
 use nix::sys::memfd::{MFdFlags, memfd_create};
-use nix::sys::mman::{MapFlags, ProtFlags, mmap, munmap};
+use nix::sys::mman::{MapFlags, ProtFlags, mmap, mmap_anonymous, munmap};
+use nix::sys::signal::{Signal, kill};
 use nix::sys::wait::{WaitStatus, waitpid};
 use nix::unistd::{ForkResult, Gid, Pid, Uid, fork, ftruncate, pipe, setgroups, setresgid, setresuid};
 
@@ -45,9 +46,16 @@ pub struct User {
 pub const HEAP_GROUP: u32 = 901;
 /// The group that may connect to the daemon.
 pub const CLIENT_GROUP: u32 = 902;
+pub const ROOT: User = User { uid: 0, gid: 0, groups: &[] };
 pub const DAEMON: User = User { uid: 901, gid: HEAP_GROUP, groups: &[] };
 pub const ALICE: User = User { uid: 1001, gid: 1001, groups: &[CLIENT_GROUP] };
 pub const BOB: User = User { uid: 1002, gid: 1002, groups: &[CLIENT_GROUP] };
+
+/// A few pages of the area may be taken by unmovable users before the first test runs: 507 of 512 buffers and 84 of
+/// 85 extents have been seen.
+pub fn almost(full: usize) -> std::ops::RangeInclusive<usize> {
+    full - full.div_ceil(64)..=full
+}
 
 #[repr(C)]
 #[derive(Debug, Default)]
@@ -164,6 +172,15 @@ impl Map {
 
     pub fn read_only(fd: BorrowedFd, len: usize) -> Map {
         Map::new(fd, len, ProtFlags::PROT_READ).expect("read-only mapping")
+    }
+
+    /// Memory of this process alone, in no file.
+    pub fn private(len: usize) -> Map {
+        let length = NonZeroUsize::new(len).expect("a mapping is not empty");
+        let prot = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
+        // SAFETY: as in `new`.
+        let start = unsafe { mmap_anonymous(None, length, prot, MapFlags::MAP_PRIVATE) }.expect("memory");
+        Map { start: start.cast(), len }
     }
 
     pub fn start(&self) -> NonNull<u8> {
@@ -301,15 +318,26 @@ impl Peer {
         self.turns.write_all(&[0]).expect("the peer is gone");
     }
 
+    /// Whether the peer has yielded; false once it has ended, however it did.
+    pub fn yields(&mut self) -> bool {
+        let mut byte = [0xff];
+        self.turns.read(&mut byte).is_ok_and(|got| got == 1 && byte == [0])
+    }
+
     /// Its process.
     pub fn pid(&self) -> Pid {
         self.pid
     }
 
-    /// Ends it by SIGKILL.
+    /// Ends the peer where it stands.
     pub fn kill(self) {
-        nix::sys::signal::kill(self.pid, nix::sys::signal::Signal::SIGKILL).expect("kill");
+        kill(self.pid, Signal::SIGKILL).expect("kill");
         waitpid(self.pid, None).expect("waitpid");
+    }
+
+    /// How the peer ended, once it has.
+    pub fn end(self) -> WaitStatus {
+        waitpid(self.pid, None).expect("waitpid")
     }
 
     /// Waits until the peer has ended; its failure is the test's.

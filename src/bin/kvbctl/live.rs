@@ -140,6 +140,16 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
             pool.extents_missing, pool.extents_wanted
         )?;
     }
+    if pool.waste.alignment > 0 {
+        let (lost, of) = (mib(pool.waste.alignment), mib(pool.configured_bytes));
+        let share = pool.waste.alignment as f64 / pool.configured_bytes.max(1) as f64 * 100.0;
+        writeln!(
+            out,
+            "          {lost} of the {of} ({share:.0} %) lie between extents: the kernel starts each on a multiple of {}. \
+             Larger extents of several blocks (extent = \"auto\") avoid it: see kvbctl plan",
+            mib(pool.stride_bytes)
+        )?;
+    }
     for q in &pool.quarantined {
         write!(out, "          WARNING: extent {} is in quarantine, held by {} others", q.extent, q.others)?;
         match &q.last_granted {
