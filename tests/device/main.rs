@@ -29,8 +29,8 @@ mod isolation;
 mod kernel;
 #[path = "../common/llama.rs"]
 mod llama;
-mod npu;
 mod measure;
+mod npu;
 mod pool;
 mod sandbox;
 mod service;
