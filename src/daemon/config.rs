@@ -478,7 +478,7 @@ impl Config {
         }
         if file.pool.device == DeviceAccess::Vfio && file.device.node.is_none() {
             let why =
-                "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (scripts/npu-bind prints it)";
+                "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
             return Err(origins.wrong("pool.device", "vfio", why.into()));
         }
         if !(20..=64).contains(&file.device.address_bits) {

@@ -152,7 +152,7 @@ impl Device {
     fn node(&self) -> Result<File, IommuError> {
         open(
             &self.node,
-            "bind the device to vfio-pci first (scripts/npu-bind), on a kernel with CONFIG_VFIO_DEVICE_CDEV, and give the node to the broker's group",
+            "bind the device to vfio-pci first (kvbroker-npu-bind), on a kernel with CONFIG_VFIO_DEVICE_CDEV, and give the node to the broker's group",
         )
     }
 
