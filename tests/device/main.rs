@@ -10,7 +10,7 @@
 //! `pool` and `disaster` run the real daemon (`daemon`) on those heaps. `disaster::out_of_memory` fills the machine and
 //! needs one of the article's size (`scripts/vm disaster`).
 //!
-//! `measure` has no assertion of interest: it prints what `scripts/bench` reports.
+//! `measure` and `window_measure` print what `scripts/bench` reports; `window_measure` also checks what is promised of it.
 //!
 //! `isolation` holds what one tenant can still reach of another's memory, and `heaps` what the broker does where heaps are
 //! not as they should be; both run the real daemon (`broker`).

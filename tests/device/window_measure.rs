@@ -1,7 +1,7 @@
 //! What windows cost while a session decodes 128 tokens: requests to the kernel, pinned pages, bytes moved. Rows for
 //! `scripts/bench`, one JSON object a line, and the promises that do not depend on the machine.
 //!
-//! Run by `scripts/vm measure` and with the other device tests.
+//! Run by `scripts/vm measure`.
 
 use kvbroker::client::{Session, Window};
 use kvbroker::profile::{Kv, Profile};
