@@ -50,6 +50,12 @@ enum Command {
         #[arg(long, default_value = "auto")]
         colour: live::Colour,
     },
+    /// What each tenant is guaranteed, may have and has; with UID, change it while the broker runs
+    #[command(after_help = EXIT_CODES)]
+    Limits(live::Limits),
+    /// Let pinned prefixes go: those whose names (kvbctl status) begin with CHAIN, or all
+    #[command(after_help = EXIT_CODES)]
+    Unpin(live::Unpin),
     /// Have the broker count every byte anew
     #[command(after_help = EXIT_CODES)]
     Check(live::Ask),
@@ -92,6 +98,8 @@ fn main() -> ExitCode {
         Command::Status(ask) => ask.status(&mut out),
         Command::Sessions(ask) => ask.sessions(&mut out),
         Command::Map { ask, colour } => ask.map(colour, &mut out),
+        Command::Limits(args) => args.run(&mut out),
+        Command::Unpin(args) => args.run(&mut out),
         Command::Check(ask) => ask.check(&mut out),
         Command::Doctor(args) => args.run(&mut out),
     };

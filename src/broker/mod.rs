@@ -8,6 +8,7 @@
 //! - what a client says about blocks is a claim, checked against the pool before anything changes;
 //! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
 
+mod admission;
 mod consent;
 mod grant;
 #[cfg(test)]
@@ -17,6 +18,7 @@ mod quarantine;
 mod record;
 mod report;
 mod session;
+pub mod tenant;
 mod verbs;
 mod window;
 #[cfg(test)]
@@ -30,13 +32,15 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-pub use prefix::PrefixStats;
+pub use prefix::{Eviction, PrefixStats};
 pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
 pub use report::{
-    CountReport, ExtentReport, LedgerReport, MapReport, PoolReport, PoolWaste, SessionReport, StatusReport,
+    CountReport, ExtentReport, LedgerReport, MapReport, PinReport, PoolReport, PoolWaste, SessionReport,
+    StatusReport,
 };
 pub use session::Session;
+pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
 pub use window::{Declined, Made, Making};
 
 use crate::heap::{Buffer, Heap, HeapError, Renewal};
@@ -64,16 +68,24 @@ pub struct Policy {
     pub sessions_per_connection: u32,
     /// Geometries that one connection may register.
     pub profiles_per_connection: u32,
-    /// Extents that a tenant may own; `None` for as many as there are.
-    pub extents_per_tenant: Option<u32>,
-    /// The same for single tenants.
-    pub extents_of: BTreeMap<Tenant, u32>,
     /// Windows of one session.
     pub windows_per_session: u32,
     /// Windows of one tenant, with those that are closed and still held: each may cost the broker a descriptor.
     pub windows_per_tenant: u32,
     /// Windows in all.
     pub windows: u32,
+    /// Bytes of blocks that one connection may hold, shared ones included; `None` for no bound but the tenant's.
+    pub bytes_per_connection: Option<u64>,
+    /// What a tenant gets of which nothing is said. Its reserve is 0.
+    pub usual_tenant: TenantPolicy,
+    /// What single tenants get. These are the numbers at the start: operators may change them.
+    pub tenants: BTreeMap<Tenant, TenantPolicy>,
+    /// Which cached prefixes go first.
+    pub eviction: Eviction,
+    /// Bytes of prefixes that are kept although nobody holds them; `None` for as many as there is room for.
+    pub cache_bytes: Option<u64>,
+    /// Milliseconds that a session gets to make room for one of higher priority.
+    pub reclaim_ms: u32,
     /// Zero a block at every grant, not only when it comes from another process.
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
@@ -90,8 +102,12 @@ impl Default for Policy {
             windows_per_session: 256,
             windows_per_tenant: 1024,
             windows: 4096,
-            extents_per_tenant: None,
-            extents_of: BTreeMap::new(),
+            bytes_per_connection: None,
+            usual_tenant: TenantPolicy::default(),
+            tenants: BTreeMap::new(),
+            eviction: Eviction::default(),
+            cache_bytes: None,
+            reclaim_ms: 2000,
             scrub_always: false,
             one_block_per_extent: false,
         }
@@ -286,6 +302,8 @@ struct Client {
     greeted: bool,
     formats: BTreeSet<FormatId>,
     sessions: BTreeSet<SessionId>,
+    /// Sessions that ended without its doing, until it agrees: with the blocks that it may still write.
+    lost: BTreeMap<SessionId, Vec<BlockId>>,
 }
 
 /// One geometry that clients have registered.
@@ -314,6 +332,10 @@ pub struct Counters {
     pub reused: u64,
     /// Extents taken from tenants that had no block in use in them.
     pub seized: u64,
+    /// Sessions asked to make room for one of higher priority.
+    pub reclaims: u64,
+    /// Of these, those that did not in time, and were ended.
+    pub sessions_lost: u64,
 }
 
 /// Everything that decides, in a form that can be written down and rebuilt.
@@ -327,6 +349,9 @@ struct State {
     next_session: u64,
     sessions: BTreeMap<SessionId, Session>,
     prefixes: prefix::Prefixes,
+    tenancy: tenant::Tenancy,
+    /// Blocks that have been promised to sessions and not been granted yet.
+    promises: BTreeMap<(Tenant, FormatId), u64>,
     next_window: u64,
     windows: BTreeMap<u64, window::Hold>,
     /// Extents that the pool was to have.
@@ -369,6 +394,10 @@ pub struct Broker {
     outbox: VecDeque<Output>,
     jobs: VecDeque<Job>,
     waiting: BTreeMap<ClientId, Waiting>,
+    /// Sessions that were asked to make room, and when their time is up.
+    reclaims: BTreeMap<SessionId, std::time::Instant>,
+    /// A session that was asked to make room has ended: who waits is to be tried again.
+    stirred: bool,
     asked_back: BTreeMap<ExtentId, consent::Asked>,
     absent: quarantine::Absent,
     windows: window::Windows,
@@ -414,7 +443,13 @@ impl Broker {
             clients: BTreeMap::new(),
             next_session: 1,
             sessions: BTreeMap::new(),
-            prefixes: prefix::Prefixes::default(),
+            prefixes: prefix::Prefixes::new(policy.eviction),
+            tenancy: tenant::Tenancy {
+                revision: 1,
+                usual: policy.usual_tenant,
+                named: policy.tenants.clone(),
+            },
+            promises: BTreeMap::new(),
             next_window: 1,
             windows: BTreeMap::new(),
             wanted_extents: 0,
@@ -432,6 +467,8 @@ impl Broker {
             outbox: VecDeque::new(),
             jobs: VecDeque::new(),
             waiting: BTreeMap::new(),
+            reclaims: BTreeMap::new(),
+            stirred: false,
             asked_back: BTreeMap::new(),
             absent: quarantine::Absent::new(),
             windows: window::Windows::default(),
@@ -484,6 +521,7 @@ impl Broker {
             greeted: false,
             formats: BTreeSet::new(),
             sessions: BTreeSet::new(),
+            lost: BTreeMap::new(),
         };
         self.state.clients.insert(id, client);
         Ok(id)
@@ -496,6 +534,9 @@ impl Broker {
         self.orphan_windows(id);
         for session in client.sessions {
             self.end_session(session);
+        }
+        for blocks in client.lost.into_values() {
+            self.free_suspects(id, blocks);
         }
         for block in self.state.pool.credit_of(id) {
             let freed = self.state.pool.free_credit(block, id);
@@ -679,6 +720,10 @@ impl Broker {
     /// After every change: extents that were somebody's go to the worker; debug builds check every invariant.
     fn settle(&mut self) {
         self.let_go_of_devices();
+        if std::mem::take(&mut self.stirred) {
+            self.retry();
+        }
+        self.shrink_cache();
         while let Some(extent) = self.state.pool.begin_renewal() {
             let (old, bytes) = (self.buffers.remove(&extent), self.state.pool.extent_bytes());
             self.asked_back.remove(&extent);
@@ -753,6 +798,19 @@ impl Broker {
                 other => return Err(format!("the prefix index names {block}: {other:?}, pinned {pinned}")),
             }
         }
+        prefixes.check()?;
+        for (name, block, _, _) in prefixes.iter() {
+            let cached = pool.slot(block.place).is_some_and(|s| s.block.is_cached());
+            if cached != prefixes.is_idle(name) {
+                return Err(format!("{block} is cached: {cached}, by the index {}", !cached));
+            }
+        }
+        let cached: u64 =
+            pool.extents().values().filter_map(|e| e.owned()).map(|o| u64::from(o.cached)).sum();
+        if prefixes.iter().filter(|(name, ..)| prefixes.is_idle(name)).count() as u64 != cached {
+            return Err(format!("{cached} blocks are cached that nobody can find"));
+        }
+        self.check_promises()?;
         let absent = (pool.renewing() + pool.quarantined()) as usize;
         if self.buffers.len() + absent != pool.extents().len() {
             return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
@@ -772,6 +830,8 @@ impl Broker {
     }
 
     fn end_session(&mut self, id: SessionId) {
+        self.end_promise(id);
+        self.stirred |= self.reclaims.remove(&id).is_some();
         let Some(session) = self.state.sessions.remove(&id) else { return };
         if let Some(client) = self.state.clients.get_mut(&session.client) {
             client.sessions.remove(&id);
@@ -783,18 +843,37 @@ impl Broker {
         self.check_windows(id);
     }
 
-    /// A block leaves a table.
+    /// A block leaves a table. A published one that nobody holds any more is cached.
     fn let_go(&mut self, block: BlockId, to_credit: Option<ClientId>) -> Dropped {
-        let dropped = self.state.pool.drop_ref(block.place, to_credit);
-        if dropped == Dropped::Freed {
-            self.freed(block);
+        let keep = self.state.prefixes.is_published(block.place);
+        let dropped = self.state.pool.drop_ref(block.place, to_credit, keep);
+        match dropped {
+            Dropped::Freed => self.freed(block),
+            Dropped::Cached => _ = self.state.prefixes.let_go(block.place),
+            Dropped::Kept | Dropped::Credit => {}
         }
         dropped
+    }
+
+    /// A block enters one more table.
+    fn share(&mut self, block: BlockId) {
+        self.state.pool.share(block.place);
+        self.state.prefixes.hold(block.place);
     }
 
     fn freed(&mut self, block: BlockId) {
         self.state.prefixes.forget(block.place);
         self.state.pool.release_if_idle(block.place.extent);
+    }
+
+    /// Keeps the cache within its bound.
+    fn shrink_cache(&mut self) {
+        let Some(most) = self.policy.cache_bytes else { return };
+        while self.state.pool.ledger()[Account::Cached] > most {
+            let Some(block) = self.state.prefixes.evict_any() else { return };
+            self.state.pool.evict(block.place);
+            self.state.pool.release_if_idle(block.place.extent);
+        }
     }
 
     /// Where every byte of the pool is.

@@ -333,6 +333,8 @@ impl Broker {
         let used = r.many(ask.report.used.get(), MAX_BLOCKS)?;
         r.end()?;
         if let Some(window) = resume.ready {
+            // The session may have been ended by the broker while the worker was at it.
+            self.session(client, id)?;
             return Ok(Answer::Now(self.window_reply(window, &resume.declined)));
         }
         self.apply_report(client, id, &ask.report, used)?;
@@ -990,6 +992,8 @@ impl Broker {
             }
             let orphan = self.state.windows.get(&window).is_some_and(|h| h.orphan);
             self.close_window(window, orphan);
+            // Whoever still waits for it is told what became of its session.
+            self.window_again(client, None, None);
         } else {
             self.window_again(client, None, Some(window));
         }
