@@ -693,16 +693,25 @@ impl Broker {
     }
 
     fn cover(&mut self, block: BlockId) {
-        self.state.pool.share(block.place);
+        self.share(block);
         *self.windows.cover.entry(block.place).or_default() += 1;
     }
 
-    fn uncover(&mut self, block: BlockId) {
+    fn uncover(&mut self, block: BlockId, hold: (ClientId, SessionId)) {
         if let Some(count) = self.windows.cover.get_mut(&block.place) {
             *count -= 1;
             if *count == 0 {
                 self.windows.cover.remove(&block.place);
             }
+        }
+        // A client that has lost the session may still write there: then the block waits for its word, as those do that
+        // were under no window.
+        let (client, session) = hold;
+        let lost = self.state.clients.get(&client).is_some_and(|c| c.lost.contains_key(&session));
+        if lost && self.state.pool.suspect(block.place, client) {
+            let kept = self.state.clients.get_mut(&client).and_then(|c| c.lost.get_mut(&session));
+            kept.expect("just looked at").push(block);
+            return;
         }
         self.let_go(block, None);
     }
@@ -854,7 +863,7 @@ impl Broker {
         self.windows.replaced.remove(&window);
         let Some(hold) = self.state.windows.remove(&window) else { return };
         for block in hold.blocks.into_iter().rev() {
-            self.uncover(block);
+            self.uncover(block, (hold.client, hold.session));
         }
     }
 
@@ -979,8 +988,9 @@ impl Broker {
 
     fn ungrow(&mut self, window: u64, before: usize) {
         let Some(hold) = self.state.windows.get_mut(&window) else { return };
+        let whose = (hold.client, hold.session);
         for block in hold.blocks.split_off(before) {
-            self.uncover(block);
+            self.uncover(block, whose);
         }
     }
 
