@@ -1425,8 +1425,13 @@ impl Run {
         if let Some(Waiting::Zeros { output, ticket, .. }) = self.broker.waiting.get(&ClientId(client)) {
             assert!(replies.is_empty(), "nothing leaves before the zeros are written");
             let Must::Grant { format, blocks } = must else { panic!("zeros for {must:?}") };
-            let output =
-                Output { to: output.to, message: output.message.clone(), buffers: vec![], last: false };
+            let output = Output {
+                to: output.to,
+                message: output.message.clone(),
+                buffers: vec![],
+                descriptors: vec![],
+                last: false,
+            };
             let ticket = *ticket;
             let zeros = self.take_grant(client, &w, format, blocks, &output);
             let ordered = self.jobs.iter().find_map(|j| match j {
@@ -1563,6 +1568,7 @@ impl Run {
                 self.broker.waiting.iter().find(is_it).map(|(c, _)| c.0)
             }
             Done::Renewed { .. } | Done::Allocated(_) => None,
+            Done::Window { .. } => unreachable!("the model asks for no windows"),
         };
         // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
         let changed = self.expect(&done);
@@ -1595,7 +1601,7 @@ impl Run {
     fn expect(&mut self, done: &Done) -> bool {
         let m = &mut self.model;
         match done {
-            Done::Scrubbed { .. } => false,
+            Done::Scrubbed { .. } | Done::Window { .. } => false,
             Done::Allocated(Err(_)) => false,
             Done::Allocated(Ok(_)) => {
                 m.missing -= 1;
