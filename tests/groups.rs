@@ -300,7 +300,10 @@ fn a_pinned_prefix_keeps_what_is_read_after_it_and_no_more() {
     drop(s);
     drop(c);
     // Nobody holds it any more: all that was sealed is cached.
-    assert_eq!((account(&broker, "pinned"), account(&broker, "cached")), (0, 10 * (32 << 10) + 10 * (64 << 10)));
+    assert_eq!(
+        (account(&broker, "pinned"), account(&broker, "cached")),
+        (0, 10 * (32 << 10) + 10 * (64 << 10))
+    );
 }
 
 #[test]

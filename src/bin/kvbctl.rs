@@ -9,6 +9,8 @@ mod doctor;
 mod live;
 #[path = "kvbctl/plan.rs"]
 mod plan;
+#[path = "kvbctl/simulate.rs"]
+mod simulate;
 
 use clap::{Parser, Subcommand};
 use std::io::{self, Write};
@@ -56,6 +58,9 @@ enum Command {
     /// Let pinned prefixes go: those whose names (kvbctl status) begin with CHAIN, or all
     #[command(after_help = EXIT_CODES)]
     Unpin(live::Unpin),
+    /// Replay a trace of requests against a pool and a policy, without a broker
+    #[command(after_help = EXIT_CODES)]
+    Simulate(Box<simulate::Args>),
     /// Have the broker count every byte anew
     #[command(after_help = EXIT_CODES)]
     Check(live::Ask),
@@ -103,6 +108,7 @@ fn main() -> ExitCode {
         Command::Map { ask, colour } => ask.map(colour, &mut out),
         Command::Limits(args) => args.run(&mut out),
         Command::Unpin(args) => args.run(&mut out),
+        Command::Simulate(args) => args.run(&mut out),
         Command::Check(ask) => ask.check(&mut out),
         Command::Fsck(ask) => ask.fsck(&mut out),
         Command::Doctor(args) => args.run(&mut out),

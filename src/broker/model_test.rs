@@ -379,6 +379,7 @@ impl Model {
 
     /// Extents that may be taken for somebody, and whose they are: those without a block in use, and those with nothing
     /// but blocks that may be evicted.
+    #[allow(clippy::type_complexity)]
     fn takeable(&self, uid: u32, format: usize) -> (Vec<(u32, ExtentId)>, Vec<(u32, ExtentId)>) {
         let (mut idle, mut cold) = (Vec::new(), Vec::new());
         let mut left: BTreeMap<u32, u64> = BTreeMap::new();
@@ -397,7 +398,8 @@ impl Model {
                 if used.is_empty() != whole || !used.iter().all(|u| may_go(&u)) {
                     continue;
                 }
-                if (suspect == 0 || cached > 0) && self.promised(*owner, *f) > 0 {
+                let counts = used.len() < FORMATS[*f].1 as usize || cached > 0;
+                if counts && self.promised(*owner, *f) > 0 {
                     continue;
                 }
                 if *owner == uid {
@@ -613,6 +615,11 @@ impl Model {
         let refused = |verdict, blocks| Must::Verdict { verdict, promised: own as u32, blocks };
         if least > u64::from(u32::MAX) {
             return Must::Refuse(Fault::NeverFits);
+        }
+        if least == 0 {
+            let s = self.sessions.get_mut(&session).unwrap();
+            (s.promised, s.admitted) = (0, 0);
+            return Must::Verdict { verdict: Verdict::Admitted, promised: 0, blocks: 0 };
         }
         if s.table.len() as u64 + least > capacity {
             return refused(Verdict::NeverFits, s.table.len() as u64 + least - capacity);
@@ -963,10 +970,15 @@ impl Model {
                 let held = mine.map(|(e, _)| self.in_use(*e)).sum();
                 Ok(Must::Room { capacity: self.capacity(uid, *format), free, held })
             }
-            Ask::Close { .. } if self.lost.contains_key(&(client, session)) => {
+            Ask::Close { report } if self.lost.contains_key(&(client, session)) => {
                 for block in self.lost.remove(&(client, session)).unwrap() {
                     if self.lives.get(&block).is_some_and(|l| l.suspect == Some(client)) {
                         self.lives.remove(&block);
+                    }
+                }
+                for block in &report.blocks {
+                    if self.lives.get(block).is_some_and(|l| l.credit == Some(client)) {
+                        self.lives.remove(block);
                     }
                 }
                 Ok(Must::Nothing)
@@ -1416,7 +1428,7 @@ impl Run {
         if must == Must::Wait {
             let waits = matches!(self.broker.waiting.get(&ClientId(client)), Some(Waiting::Extents(_)));
             let found = self.broker.waiting.get(&ClientId(client));
-            assert!(waits && replies.is_empty(), "it must wait for extents: {found:?}, {replies:?}");
+            assert!(waits && replies.is_empty(), "it must wait for extents: {found:?}");
             self.model.waiters.insert(client, w);
             return;
         }
@@ -1424,8 +1436,13 @@ impl Run {
         if let Some(Waiting::Zeros { output, ticket, .. }) = self.broker.waiting.get(&ClientId(client)) {
             assert!(replies.is_empty(), "nothing leaves before the zeros are written");
             let Must::Grant { format, blocks } = must else { panic!("zeros for {must:?}") };
-            let output =
-                Output { to: output.to, message: output.message.clone(), buffers: vec![], last: false };
+            let output = Output {
+                to: output.to,
+                message: output.message.clone(),
+                buffers: vec![],
+                descriptors: vec![],
+                last: false,
+            };
             let ticket = *ticket;
             let zeros = self.take_grant(client, &w, format, blocks, &output);
             let ordered = self.jobs.iter().find_map(|j| match j {
@@ -1562,6 +1579,7 @@ impl Run {
                 self.broker.waiting.iter().find(is_it).map(|(c, _)| c.0)
             }
             Done::Renewed { .. } | Done::Allocated(_) | Done::Summed { .. } => None,
+            Done::Window { .. } => unreachable!("the model asks for no windows"),
         };
         // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
         let changed = self.expect(&done);
@@ -1594,7 +1612,7 @@ impl Run {
     fn expect(&mut self, done: &Done) -> bool {
         let m = &mut self.model;
         match done {
-            Done::Scrubbed { .. } | Done::Summed { .. } => false,
+            Done::Scrubbed { .. } | Done::Window { .. } | Done::Summed { .. } => false,
             Done::Allocated(Err(_)) => false,
             Done::Allocated(Ok(_)) => {
                 m.missing -= 1;

@@ -16,6 +16,7 @@ mod error;
 mod process;
 mod session;
 mod sized;
+mod window;
 
 pub use attention::{kvb_attention, kvb_attention_call, kvb_scratch, kvb_scratch_free, kvb_scratch_new};
 pub use client::{
@@ -28,11 +29,17 @@ pub use client::{
 pub use error::{kvb_error, kvb_error_name, kvb_last_error, kvb_last_error_info};
 pub use session::{
     kvb_admission, kvb_map, kvb_open_options, kvb_session, kvb_session_admit, kvb_session_attach,
-    kvb_session_close, kvb_session_damaged_from, kvb_session_ensure, kvb_session_first_token, kvb_session_fork, kvb_session_map,
-    kvb_session_map_layer, kvb_session_open, kvb_session_pin, kvb_session_read_row, kvb_session_reserve,
-    kvb_session_seal, kvb_session_set_rewind, kvb_session_stats, kvb_session_tokens, kvb_session_trim,
-    kvb_session_trim_head, kvb_session_unpin, kvb_session_view, kvb_session_wanted_back, kvb_session_writable, kvb_session_write_row,
-    kvb_stats, kvb_view,
+    kvb_session_close, kvb_session_damaged_from, kvb_session_ensure, kvb_session_first_token,
+    kvb_session_fork, kvb_session_map, kvb_session_map_layer, kvb_session_open, kvb_session_pin,
+    kvb_session_read_row, kvb_session_reserve, kvb_session_seal, kvb_session_set_rewind, kvb_session_stats,
+    kvb_session_tokens, kvb_session_trim, kvb_session_trim_head, kvb_session_unpin, kvb_session_view,
+    kvb_session_wanted_back, kvb_session_writable, kvb_session_write_row, kvb_stats, kvb_view,
+};
+
+pub use window::{
+    kvb_batch, kvb_session_window, kvb_window, kvb_window_batch, kvb_window_close, kvb_window_declined,
+    kvb_window_drain, kvb_window_extend, kvb_window_get_info, kvb_window_info, kvb_window_is_current,
+    kvb_window_load, kvb_window_options, kvb_window_release, kvb_window_take_device,
 };
 
 use std::ffi::{CStr, c_char};

@@ -87,6 +87,19 @@ mod tests {
     }
 
     #[test]
+    fn a_checksum_is_the_same_in_one_piece_and_in_several() {
+        let buffer = Memfd::new(false).allocate(1 << 20).unwrap();
+        buffer.map().unwrap().unwrap().write(4096, b"123456789");
+        // The check value of CRC-32 in every catalogue.
+        assert_eq!(buffer.checksum(4096..4105, 0).unwrap(), 0xCBF4_3926);
+        let all = buffer.checksum(0..1 << 20, 0).unwrap();
+        let first = buffer.checksum(0..300_001, 0).unwrap();
+        assert_eq!(buffer.checksum(300_001..1 << 20, first).unwrap(), all);
+        buffer.map().unwrap().unwrap().write((1 << 20) - 1, &[1]);
+        assert_ne!(buffer.checksum(0..1 << 20, 0).unwrap(), all);
+    }
+
+    #[test]
     fn memory_is_there_before_the_first_touch() {
         let buffer = Memfd::new(false).allocate(1 << 20).unwrap();
         let stat = nix::sys::stat::fstat(buffer.fd().unwrap()).unwrap();
