@@ -60,11 +60,9 @@ package_cargo() {
         --config "$key.rustflags = [\"-C\", \"link-arg=-B/tmp/libc/\", \"-C\", \"link-arg=-L/tmp/libc\"]"
 }
 
-# glibc_of ARCH FILE...: prints the newest version of glibc that the files need.
+# glibc_of ARCH FILE: prints the newest version of glibc that the file needs.
 glibc_of() {
-    local arch=$1
-    shift
-    "$root/usr/bin/${gnu_triplet[$arch]}-objdump" -T "$@" |
+    in_root -r "${2%/*}:/out" "${gnu_triplet[$1]}-objdump" -T "/out/${2##*/}" |
         sed -n 's/.*[( ]GLIBC_\([0-9.]*\)[) ].*/\1/p' | sort -Vu | tail -n 1
 }
 
@@ -80,13 +78,15 @@ package_programs() {
     package_cargo "$arch" build -p kvbroker --lib --no-default-features
     cp "$programs_out/libggml_kvbroker.so" "$out/libggml-kvbroker.so"
     cp -t "$out" "$programs_out"/libkvbroker.{so,a}
-    local strip=$root/usr/bin/${gnu_triplet[$arch]}-strip
-    "$strip" --strip-unneeded "$out"/kvbrokerd "$out"/kvbctl "$out"/*.so
-    "$strip" --strip-debug --enable-deterministic-archives "$out"/*.a
+    # The root's tools need the root's libraries.
+    in_root -b "$out:/out" bash -euc '
+        "$1-strip" --strip-unneeded /out/kvbrokerd /out/kvbctl /out/*.so
+        "$1-strip" --strip-debug --enable-deterministic-archives /out/*.a' strip "${gnu_triplet[$arch]}"
     programs_out=$out
     glibc=0
     for file in "$out"/kvbrokerd "$out"/kvbctl "$out"/*.so; do
         needs=$(glibc_of "$arch" "$file")
+        [[ -n $needs ]] || die "the glibc that ${file##*/} needs cannot be read"
         [[ $(printf '%s\n' "$needs" "$glibc_limit" | sort -V | tail -n 1) = "$glibc_limit" ]] ||
             die "${file##*/} needs glibc $needs; at most $glibc_limit is promised"
         glibc=$(printf '%s\n' "$needs" "$glibc" | sort -V | tail -n 1)
