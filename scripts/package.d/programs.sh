@@ -66,12 +66,10 @@ glibc_of() {
         sed -n 's/.*[( ]GLIBC_\([0-9.]*\)[) ].*/\1/p' | sort -Vu | tail -n 1
 }
 
-# package_programs ARCH: sets $programs_out, and fills it with stripped programs and libraries.
-package_programs() {
-    local arch=$1 out file needs
+# build_programs ARCH OUT
+build_programs() {
+    local arch=$1 out=$2
     package_cargo "$arch" build --bins
-    out=$work/programs-$arch
-    mkdir -p "$out"
     cp -t "$out" "$programs_out"/{kvbrokerd,kvbctl}
     # The libraries anew, without what only the daemon needs.
     package_cargo "$arch" build -p kvbroker-ggml
@@ -82,6 +80,27 @@ package_programs() {
     in_root -b "$out:/out" bash -euc '
         "$1-strip" --strip-unneeded /out/kvbrokerd /out/kvbctl /out/*.so
         "$1-strip" --strip-debug --enable-deterministic-archives /out/*.a' strip "${gnu_triplet[$arch]}"
+}
+
+# sources_of_programs: a hash of everything that programs are made from.
+sources_of_programs() {
+    (cd "$checkout" &&
+        git ls-files -z --cached --others --exclude-standard -- Cargo.toml Cargo.lock build.rs src include ggml-plugin \
+            scripts/package.d/programs.sh scripts/vm.d/roots.sh | sort -z | xargs -0 sha256sum | hash_of)
+}
+
+# package_programs ARCH: sets $programs_out to a directory with stripped programs and libraries. It is kept: the library's
+# files have no hash in their names, so cargo would make everything anew whenever the features change.
+package_programs() {
+    local arch=$1 out=$checkout/target/vm/package/programs-$1 sources file needs
+    sources=$(sources_of_programs)
+    if [[ $(cat "$out/sources" 2>/dev/null) != "$sources" ]]; then
+        rm -rf -- "$out"
+        mkdir -p "$out"
+        build_programs "$arch" "$out"
+        echo "$sources" >"$out/sources"
+    fi
+    root_of rust
     programs_out=$out
     glibc=0
     for file in "$out"/kvbrokerd "$out"/kvbctl "$out"/*.so; do
