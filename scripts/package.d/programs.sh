@@ -11,9 +11,9 @@ declare -A gnu_triplet=([amd64]=x86_64-linux-gnu [arm64]=aarch64-linux-gnu)
 
 # fetch_libc ARCH: fills $building/lib with what a program is linked with, free of absolute paths.
 fetch_libc() {
-    local arch=$1 suite=$libc_suite apt=$building/.apt lib=$building/lib from
-    mkdir -p "$apt"/{etc/apt.conf.d,etc/preferences.d,state/lists/partial,cache/archives/partial} "$lib"
-    debian_sources | sed '/-security/d' >"$apt/etc/sources.list"
+    local arch=$1 suite=$libc_suite apt=$building/.apt lib=$building/lib unpacked=$building/.unpacked from
+    mkdir -p "$apt"/{etc/apt.conf.d,etc/preferences.d,state/lists/partial,cache/archives/partial} "$lib" "$unpacked"
+    debian_sources "$suite" | sed '/-security/d' >"$apt/etc/sources.list"
     # The keys are the host's; everything else is private, so the host's architectures and sources do not matter.
     printf '%s\n' "Dir::Etc \"$apt/etc\";" 'Dir::Etc::sourceparts "/dev/null";' \
         'Dir::Etc::trustedparts "/usr/share/keyrings";' 'Dir::Etc::trusted "/dev/null";' \
@@ -27,9 +27,9 @@ fetch_libc() {
         apt-get -qq download libc6 libc6-dev
     )
     local deb
-    for deb in "$apt"/*.deb; do dpkg-deb --fsys-tarfile "$deb" | tar -x -C "$building"; done
+    for deb in "$apt"/*.deb; do dpkg-deb --fsys-tarfile "$deb" | tar -x -C "$unpacked"; done
     # usr/lib/TRIPLET has the parts for linking, lib/TRIPLET the libraries themselves.
-    for from in "$building/usr/lib/${gnu_triplet[$arch]}" "$building/lib/${gnu_triplet[$arch]}"; do
+    for from in "$unpacked/usr/lib/${gnu_triplet[$arch]}" "$unpacked/lib/${gnu_triplet[$arch]}"; do
         find "$from" -maxdepth 1 -type f \( -name '*.o' -o -name '*.a' -o -name '*.so.[0-9]*' \) \
             ! -name libc.a ! -name 'libm-*.a' ! -name libmvec.a ! -name libm.a -exec cp -t "$lib" {} +
     done
@@ -38,8 +38,7 @@ fetch_libc() {
     # The originals name absolute paths, which would lead to the root's own libraries.
     echo "GROUP ( libc.so.6 libc_nonshared.a AS_NEEDED ( $loader ) )" >"$lib/libc.so"
     echo 'INPUT ( libm.so.6 )' >"$lib/libm.so"
-    find "$building" -mindepth 1 -maxdepth 1 ! -name lib -exec rm -rf -- {} +
-    rm -rf -- "${lib:?}/${gnu_triplet[$arch]}"
+    rm -rf -- "$apt" "$unpacked"
 }
 
 # package_cargo ARCH COMMAND...: Debian 13's cargo, offline, over the checkout; what it builds is in $programs_out.
