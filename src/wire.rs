@@ -132,8 +132,8 @@ wire! {
     struct Open {
         /// From [`Format`].
         format: U32,
-        /// 0.
-        reserved: U32,
+        /// 1 to 255: who makes room for whom, at most the tenant's own; 0 for the tenant's own.
+        priority: U32,
         /// The longest length of the session in tokens if it is known, else 0. A length that can never fit is refused.
         max_tokens: U64,
         /// SHA-256 of whatever tells this model's weights from others': prefixes are only found under the same one.
@@ -271,9 +271,39 @@ wire! {
         reserved: U32,
     }
 
-    /// Reply to `open` and `fork`.
+    /// `admit`: may the session grow to `tokens` tokens? What it has attached is not needed once more.
+    struct Admit {
+        /// The longest length: prompt and longest answer.
+        tokens: U64,
+        /// [`MAY_EVICT`] or 0.
+        flags: U32,
+        /// 0.
+        reserved: U32,
+    }
+
+    /// Reply to `admit`.
+    struct Admission {
+        /// A [`Verdict`].
+        verdict: U32,
+        /// Blocks that are promised to the session now: growing by as many will not be refused.
+        promised: U32,
+        /// Blocks that are missing, in the sense of the verdict.
+        blocks: U64,
+    }
+
+    /// Event `reclaim session`: a session of higher priority needs its blocks.
+    struct ReclaimSession {
+        /// The session.
+        session: U64,
+        /// Milliseconds until it is ended.
+        deadline_ms: U32,
+        /// 0.
+        reserved: U32,
+    }
+
+    /// Reply to `open` and `fork`; event `session lost`.
     struct Opened {
-        /// The new session.
+        /// The new session; the lost one.
         session: U64,
     }
 
@@ -324,6 +354,59 @@ wire! {
         available: U64,
     }
 
+    /// `window`: report, then one range for a device over blocks of the table.
+    struct Window {
+        /// The table.
+        report: Report,
+        /// The window of this session that this one replaces, or that grows; 0 for none.
+        window: U64,
+        /// First block, counted from the start of the sequence.
+        first: U32,
+        /// So many blocks.
+        blocks: U32,
+        /// 0: whole blocks. 1: one plane of each.
+        what: U32,
+        /// Index of the plane's layer in the profile.
+        layer: U32,
+        /// 0: K. 1: V.
+        kv: U32,
+        /// 0: auto, the first way that the device can use. 1 run, 2 udmabuf, 3 iommu, 4 bounce.
+        how: U32,
+        /// iommu: blocks that there should be device addresses for, so that the window grows in place; 0 for some.
+        capacity: U32,
+        /// [`WINDOW_READ_ONLY`].
+        flags: U32,
+    }
+
+    /// Reply to `window`, with the descriptors that `flags` names; then the ways that were not possible, one a line, to the
+    /// end of the message.
+    struct WindowMade {
+        /// The window.
+        window: U64,
+        /// Bytes that can be reached now. bounce: bytes of the staging buffer.
+        bytes: U64,
+        /// run: where it starts in the extent.
+        offset: U64,
+        /// iommu: where it starts in the device's address space.
+        address: U64,
+        /// iommu: bytes that it can grow to in place. Else as `bytes`.
+        capacity: U64,
+        /// Which way it was.
+        how: U32,
+        /// run: the extent in which it lies.
+        extent: U32,
+        /// [`WINDOW_BUFFER`], [`WINDOW_DEVICE`].
+        flags: U32,
+        /// 0.
+        reserved: U32,
+    }
+
+    /// `close window`: the device is done with it, and this process has closed its descriptor.
+    struct CloseWindow {
+        /// The window.
+        window: U64,
+    }
+
     /// Event `give back extent`: unmap it, close it, and confirm with `return extent`.
     struct GiveBack {
         /// The extent; no block of it is in use.
@@ -339,6 +422,15 @@ pub const ZERO: u32 = 1;
 pub const SEALED: u32 = 2;
 /// Not a new block: one that left the table and is the client's credit again.
 pub const RETURNED: u32 = 4;
+
+/// The device may not write what is under the window.
+pub const WINDOW_READ_ONLY: u32 = 1;
+/// A dma-buf comes with the reply: the window (udmabuf), or the staging buffer (bounce).
+pub const WINDOW_BUFFER: u32 = 1;
+/// The device comes with the reply, after the dma-buf if there is one: a process gets it once.
+pub const WINDOW_DEVICE: u32 = 2;
+/// In [`Admit`]: cached prefixes of the tenant may go for it.
+pub const MAY_EVICT: u32 = 1;
 
 macro_rules! codes {
     ($(#[$meta:meta])* $name:ident { $($(#[$vm:meta])* $variant:ident = $value:literal, $text:literal;)* }) => {
@@ -392,6 +484,12 @@ codes! {
         Query = 13, "query";
         /// Ends a session.
         Close = 14, "close";
+        /// Asks for a promise that the session can grow to a length.
+        Admit = 15, "admit";
+        /// Makes or grows a range for a device.
+        Window = 17, "window";
+        /// Ends it.
+        CloseWindow = 18, "close window";
         /// Names blocks that the table does not have, and says which are published.
         Skip = 20, "skip";
     }
@@ -404,6 +502,28 @@ codes! {
         GiveBack = 1, "give back extent";
         /// The broker is going away: what is held stays usable.
         Goodbye = 2, "goodbye";
+        /// [`ReclaimSession`].
+        ReclaimSession = 3, "reclaim session";
+        /// The session has been ended for one of higher priority: [`Opened`].
+        SessionLost = 4, "session lost";
+        /// This connection may not be: a [`Refusal`] and its text follow, and the broker hangs up.
+        Refused = 6, "refused";
+    }
+}
+
+codes! {
+    /// What comes of a request to be admitted.
+    Verdict {
+        /// Growing to that length will not be refused.
+        Admitted = 1, "admitted";
+        /// It fits once so many cached blocks of the asker's own tenant are evicted: ask again with [`MAY_EVICT`].
+        AfterEviction = 2, "fits-after-eviction";
+        /// It fits when so many blocks that other sessions of the asker's tenant hold are free.
+        WhenYoursFree = 3, "fits-when-yours-free";
+        /// Others hold what it needs.
+        Busy = 4, "busy";
+        /// It never fits: it is too long by so many blocks.
+        NeverFits = 5, "never-fits";
     }
 }
 
@@ -422,6 +542,8 @@ codes! {
         BadRequest = 5, "bad-request";
         /// The broker's own.
         BrokerFault = 6, "broker-fault";
+        /// The session was ended to make room for one of higher priority.
+        SessionLost = 7, "session-lost";
     }
 }
 
@@ -429,8 +551,8 @@ impl Verb {
     /// Whether an answer that comes after the caller has given up does no harm: asking again gives the same, or what it
     /// brings is credit.
     pub fn may_come_late(self) -> bool {
-        use Verb::{Close, Grow, Hello, Open, Profile, Query, Reserve};
-        matches!(self, Hello | Profile | Open | Reserve | Grow | Query | Close)
+        use Verb::{Admit, Close, Grow, Hello, Open, Profile, Query, Reserve};
+        matches!(self, Hello | Profile | Open | Reserve | Grow | Query | Close | Admit)
     }
 }
 
@@ -452,6 +574,8 @@ pub enum WireError {
     Label,
     #[error("layout {0}: 0 is plane-major, 1 is token-major")]
     Layout(u32),
+    #[error("{what} is {value}, at most {most} means something")]
+    Field { what: &'static str, value: u32, most: u32 },
     #[error(transparent)]
     Profile(#[from] crate::profile::ProfileError),
 }

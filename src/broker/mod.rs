@@ -8,6 +8,7 @@
 //! - what a client says about blocks is a claim, checked against the pool before anything changes;
 //! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
 
+mod admission;
 mod consent;
 mod grant;
 #[cfg(test)]
@@ -17,22 +18,30 @@ mod quarantine;
 mod record;
 mod report;
 mod session;
+pub mod tenant;
 mod verbs;
+mod window;
+#[cfg(test)]
+mod window_test;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-pub use prefix::PrefixStats;
+pub use prefix::{Eviction, PrefixStats};
 pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
 pub use report::{
-    CountReport, ExtentReport, LedgerReport, MapReport, PoolReport, PoolWaste, SessionReport, StatusReport,
+    CountReport, ExtentReport, LedgerReport, MapReport, PinReport, PoolReport, PoolWaste, SessionReport,
+    StatusReport,
 };
 pub use session::Session;
+pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
+pub use window::{Declined, Made, Making};
 
 use crate::heap::{Buffer, Heap, HeapError, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
@@ -40,6 +49,7 @@ use crate::map::page_bytes;
 use crate::packing::Extents;
 use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
+use crate::window::How;
 use crate::wire::{self, Fault, Verb, WireError, Writer};
 
 /// The uid that the kernel shows for users without a mapping in this namespace: nobody in particular.
@@ -58,14 +68,30 @@ pub struct Policy {
     pub sessions_per_connection: u32,
     /// Geometries that one connection may register.
     pub profiles_per_connection: u32,
-    /// Extents that a tenant may own; `None` for as many as there are.
-    pub extents_per_tenant: Option<u32>,
-    /// The same for single tenants.
-    pub extents_of: BTreeMap<Tenant, u32>,
+    /// Windows of one session.
+    pub windows_per_session: u32,
+    /// Windows of one tenant, with those that are closed and still held: each may cost the broker a descriptor.
+    pub windows_per_tenant: u32,
+    /// Windows in all.
+    pub windows: u32,
+    /// Bytes of blocks that one connection may hold, shared ones included; `None` for no bound but the tenant's.
+    pub bytes_per_connection: Option<u64>,
+    /// What a tenant gets of which nothing is said. Its reserve is 0.
+    pub usual_tenant: TenantPolicy,
+    /// What single tenants get. These are the numbers at the start: operators may change them.
+    pub tenants: BTreeMap<Tenant, TenantPolicy>,
+    /// Which cached prefixes go first.
+    pub eviction: Eviction,
+    /// Bytes of prefixes that are kept although nobody holds them; `None` for as many as there is room for.
+    pub cache_bytes: Option<u64>,
+    /// Milliseconds that a session gets to make room for one of higher priority.
+    pub reclaim_ms: u32,
     /// Zero a block at every grant, not only when it comes from another process.
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
     pub one_block_per_extent: bool,
+    /// Check every invariant after every change. On in debug builds.
+    pub audit: bool,
 }
 
 impl Default for Policy {
@@ -75,10 +101,18 @@ impl Default for Policy {
             connections_per_tenant: 64,
             sessions_per_connection: 256,
             profiles_per_connection: 16,
-            extents_per_tenant: None,
-            extents_of: BTreeMap::new(),
+            windows_per_session: 256,
+            windows_per_tenant: 1024,
+            windows: 4096,
+            bytes_per_connection: None,
+            usual_tenant: TenantPolicy::default(),
+            tenants: BTreeMap::new(),
+            eviction: Eviction::default(),
+            cache_bytes: None,
+            reclaim_ms: 2000,
             scrub_always: false,
             one_block_per_extent: false,
+            audit: cfg!(debug_assertions),
         }
     }
 }
@@ -113,6 +147,8 @@ pub struct Output {
     pub message: Vec<u8>,
     /// Buffers whose descriptors go along, in this order.
     pub buffers: Vec<Arc<Buffer>>,
+    /// Other descriptors, after those.
+    pub descriptors: Vec<Arc<OwnedFd>>,
     /// After this message the connection ends.
     pub last: bool,
 }
@@ -135,6 +171,13 @@ pub enum Job {
         old: Option<Arc<Buffer>>,
         /// Size of the new one.
         bytes: u64,
+    },
+    /// Something for a device's window.
+    Window {
+        /// What [`Done::Window`] repeats.
+        ticket: u64,
+        /// What is to be made.
+        making: Making,
     },
     /// Ask the kernel for a buffer that was missing.
     Allocate {
@@ -160,6 +203,13 @@ pub enum Done {
         /// What became of it.
         result: Renewal,
     },
+    /// It is made, or not.
+    Window {
+        /// Of which job.
+        ticket: u64,
+        /// What was made, or the words why not.
+        result: Result<Made, Declined>,
+    },
     /// The kernel has answered.
     Allocated(Result<Buffer, HeapError>),
 }
@@ -177,6 +227,7 @@ impl Job {
             Job::Renew { extent, old: None, bytes } => {
                 Done::Renewed { extent, result: Renewal::of(heap.allocate(bytes)) }
             }
+            Job::Window { ticket, making } => Done::Window { ticket, result: making.run() },
             Job::Allocate { bytes } => Done::Allocated(heap.allocate(bytes)),
         }
     }
@@ -227,6 +278,8 @@ enum Answer {
     Now(Reply),
     /// Nothing yet: the request is kept and tried again.
     Later,
+    /// Nothing yet: the worker makes a window; these ways were not possible.
+    Making { declined: Vec<(How, Declined)> },
 }
 
 /// The rest of a reply, after its header.
@@ -235,6 +288,8 @@ struct Reply {
     session: u64,
     body: Writer,
     extents: Vec<ExtentId>,
+    /// Descriptors beside those of extents.
+    descriptors: Vec<Arc<OwnedFd>>,
     /// Zeros to be written before the reply leaves.
     scrub: Vec<BlockId>,
     /// Blocks that become the client's credit with it.
@@ -250,6 +305,8 @@ struct Client {
     greeted: bool,
     formats: BTreeSet<FormatId>,
     sessions: BTreeSet<SessionId>,
+    /// Sessions that ended without its doing, until it agrees: with the blocks that it may still write.
+    lost: BTreeMap<SessionId, Vec<BlockId>>,
 }
 
 /// One geometry that clients have registered.
@@ -278,6 +335,10 @@ pub struct Counters {
     pub reused: u64,
     /// Extents taken from tenants that had no block in use in them.
     pub seized: u64,
+    /// Sessions asked to make room for one of higher priority.
+    pub reclaims: u64,
+    /// Of these, those that did not in time, and were ended.
+    pub sessions_lost: u64,
 }
 
 /// Everything that decides, in a form that can be written down and rebuilt.
@@ -291,6 +352,11 @@ struct State {
     next_session: u64,
     sessions: BTreeMap<SessionId, Session>,
     prefixes: prefix::Prefixes,
+    tenancy: tenant::Tenancy,
+    /// Blocks that have been promised to sessions and not been granted yet.
+    promises: BTreeMap<(Tenant, FormatId), u64>,
+    next_window: u64,
+    windows: BTreeMap<u64, window::Hold>,
     /// Extents that the pool was to have.
     wanted_extents: u32,
     /// Whom the descriptor of each extent went to last.
@@ -303,6 +369,8 @@ struct State {
 enum Waiting {
     /// For extents: the request is tried again when one has been renewed.
     Extents(Vec<u8>),
+    /// For a window: the request goes on when the worker is done. With it the ways that were not possible so far.
+    Window { message: Vec<u8>, declined: Vec<(How, Declined)> },
     /// For zeros: then this goes out.
     Zeros {
         ticket: u64,
@@ -329,8 +397,13 @@ pub struct Broker {
     outbox: VecDeque<Output>,
     jobs: VecDeque<Job>,
     waiting: BTreeMap<ClientId, Waiting>,
+    /// Sessions that were asked to make room, and when their time is up.
+    reclaims: BTreeMap<SessionId, std::time::Instant>,
+    /// A session that was asked to make room has ended: who waits is to be tried again.
+    stirred: bool,
     asked_back: BTreeMap<ExtentId, consent::Asked>,
     absent: quarantine::Absent,
+    windows: window::Windows,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
     next_ticket: u64,
@@ -373,7 +446,15 @@ impl Broker {
             clients: BTreeMap::new(),
             next_session: 1,
             sessions: BTreeMap::new(),
-            prefixes: prefix::Prefixes::default(),
+            prefixes: prefix::Prefixes::new(policy.eviction),
+            tenancy: tenant::Tenancy {
+                revision: 1,
+                usual: policy.usual_tenant,
+                named: policy.tenants.clone(),
+            },
+            promises: BTreeMap::new(),
+            next_window: 1,
+            windows: BTreeMap::new(),
             wanted_extents: 0,
             last_granted: BTreeMap::new(),
             counters: Counters::default(),
@@ -389,8 +470,11 @@ impl Broker {
             outbox: VecDeque::new(),
             jobs: VecDeque::new(),
             waiting: BTreeMap::new(),
+            reclaims: BTreeMap::new(),
+            stirred: false,
             asked_back: BTreeMap::new(),
             absent: quarantine::Absent::new(),
+            windows: window::Windows::default(),
             fresh_descriptors: BTreeSet::new(),
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
@@ -440,6 +524,7 @@ impl Broker {
             greeted: false,
             formats: BTreeSet::new(),
             sessions: BTreeSet::new(),
+            lost: BTreeMap::new(),
         };
         self.state.clients.insert(id, client);
         Ok(id)
@@ -449,8 +534,12 @@ impl Broker {
     pub fn disconnect(&mut self, id: ClientId) {
         let Some(client) = self.state.clients.remove(&id) else { return };
         self.waiting.remove(&id);
+        self.orphan_windows(id);
         for session in client.sessions {
             self.end_session(session);
+        }
+        for blocks in client.lost.into_values() {
+            self.free_suspects(id, blocks);
         }
         for block in self.state.pool.credit_of(id) {
             let freed = self.state.pool.free_credit(block, id);
@@ -497,6 +586,9 @@ impl Broker {
             Ok(Answer::Later) => {
                 self.waiting.insert(client, Waiting::Extents(message.to_vec()));
             }
+            Ok(Answer::Making { declined }) => {
+                self.waiting.insert(client, Waiting::Window { message: message.to_vec(), declined });
+            }
             Err(why) if verb == Verb::Hello => self.hang_up(client, opcode, sequence, &why),
             Err(why) => self.refuse(client, opcode, sequence, &why),
         }
@@ -509,7 +601,8 @@ impl Broker {
         message.put(reply.body.body());
         self.note_granted(client, &reply.extents);
         let buffers = reply.extents.iter().filter_map(|e| self.buffers.get(e).cloned()).collect();
-        let output = Output { to: client, message: message.finish(), buffers, last: false };
+        let (message, descriptors) = (message.finish(), reply.descriptors);
+        let output = Output { to: client, message, buffers, descriptors, last: false };
         if reply.scrub.is_empty() {
             return self.outbox.push_back(output);
         }
@@ -539,7 +632,13 @@ impl Broker {
         let mut message = Writer::start(opcode | wire::REPLY, why.fault as u16, sequence, 0);
         message.put(&wire::Refusal { needed: why.needed.into(), available: why.available.into() });
         message.put(why.text.as_bytes());
-        Output { to: client, message: message.finish(), buffers: Vec::new(), last: false }
+        Output {
+            to: client,
+            message: message.finish(),
+            buffers: Vec::new(),
+            descriptors: Vec::new(),
+            last: false,
+        }
     }
 
     fn refuse(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) {
@@ -576,6 +675,7 @@ impl Broker {
     pub fn done(&mut self, done: Done) {
         match done {
             Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
+            Done::Window { ticket, result } => self.window_made(ticket, result),
             Done::Renewed { extent, result } => self.renewed(extent, result),
             Done::Allocated(result) => self.allocated(result),
         }
@@ -610,7 +710,7 @@ impl Broker {
     fn retry(&mut self) {
         let waits = |(client, w): (&ClientId, &Waiting)| match w {
             Waiting::Extents(_) => Some(*client),
-            Waiting::Zeros { .. } => None,
+            Waiting::Zeros { .. } | Waiting::Window { .. } => None,
         };
         let clients: Vec<_> = self.waiting.iter().filter_map(waits).collect();
         for client in clients {
@@ -622,12 +722,17 @@ impl Broker {
 
     /// After every change: extents that were somebody's go to the worker; debug builds check every invariant.
     fn settle(&mut self) {
+        self.let_go_of_devices();
+        if std::mem::take(&mut self.stirred) {
+            self.retry();
+        }
+        self.shrink_cache();
         while let Some(extent) = self.state.pool.begin_renewal() {
             let (old, bytes) = (self.buffers.remove(&extent), self.state.pool.extent_bytes());
             self.asked_back.remove(&extent);
             self.jobs.push_back(Job::Renew { extent, old, bytes });
         }
-        if cfg!(debug_assertions) {
+        if self.policy.audit {
             self.check();
         }
     }
@@ -669,6 +774,9 @@ impl Broker {
                 }
             }
         }
+        for (place, windows) in self.window_refs()? {
+            *refs.entry(place).or_default() += windows;
+        }
         for (&extent, e) in pool.extents() {
             for (slot, s) in e.owned().iter().flat_map(|o| o.slots.iter().enumerate()) {
                 let place = crate::id::Place { extent, slot: slot as u32 };
@@ -693,6 +801,19 @@ impl Broker {
                 other => return Err(format!("the prefix index names {block}: {other:?}, pinned {pinned}")),
             }
         }
+        prefixes.check()?;
+        for (name, block, _, _) in prefixes.iter() {
+            let cached = pool.slot(block.place).is_some_and(|s| s.block.is_cached());
+            if cached != prefixes.is_idle(name) {
+                return Err(format!("{block} is cached: {cached}, by the index {}", !cached));
+            }
+        }
+        let cached: u64 =
+            pool.extents().values().filter_map(|e| e.owned()).map(|o| u64::from(o.cached)).sum();
+        if prefixes.iter().filter(|(name, ..)| prefixes.is_idle(name)).count() as u64 != cached {
+            return Err(format!("{cached} blocks are cached that nobody can find"));
+        }
+        self.check_promises()?;
         let absent = (pool.renewing() + pool.quarantined()) as usize;
         if self.buffers.len() + absent != pool.extents().len() {
             return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
@@ -712,6 +833,8 @@ impl Broker {
     }
 
     fn end_session(&mut self, id: SessionId) {
+        self.end_promise(id);
+        self.stirred |= self.reclaims.remove(&id).is_some();
         let Some(session) = self.state.sessions.remove(&id) else { return };
         if let Some(client) = self.state.clients.get_mut(&session.client) {
             client.sessions.remove(&id);
@@ -720,20 +843,45 @@ impl Broker {
         for block in session.table.iter().rev() {
             self.let_go(*block, None);
         }
+        self.check_windows(id);
     }
 
-    /// A block leaves a table.
+    /// A block leaves a table. A published one that nobody holds any more is cached.
     fn let_go(&mut self, block: BlockId, to_credit: Option<ClientId>) -> Dropped {
-        let dropped = self.state.pool.drop_ref(block.place, to_credit);
-        if dropped == Dropped::Freed {
-            self.freed(block);
+        let keep = self.state.prefixes.is_published(block.place);
+        let dropped = self.state.pool.drop_ref(block.place, to_credit, keep);
+        match dropped {
+            Dropped::Freed => self.freed(block),
+            Dropped::Cached => _ = self.state.prefixes.let_go(block.place),
+            Dropped::Kept | Dropped::Credit => {}
         }
         dropped
+    }
+
+    /// A block enters one more table.
+    fn share(&mut self, block: BlockId) {
+        self.state.pool.share(block.place);
+        self.state.prefixes.hold(block.place);
     }
 
     fn freed(&mut self, block: BlockId) {
         self.state.prefixes.forget(block.place);
         self.state.pool.release_if_idle(block.place.extent);
+    }
+
+    /// Keeps the cache within its bound.
+    fn shrink_cache(&mut self) {
+        let Some(most) = self.policy.cache_bytes else { return };
+        while self.state.pool.ledger()[Account::Cached] > most {
+            let Some(block) = self.state.prefixes.evict_any() else { return };
+            self.state.pool.evict(block.place);
+            self.state.pool.release_if_idle(block.place.extent);
+        }
+    }
+
+    /// What of prefixes is known.
+    pub fn prefix_stats(&self) -> PrefixStats {
+        self.state.prefixes.stats()
     }
 
     /// Where every byte of the pool is.
@@ -745,7 +893,13 @@ impl Broker {
     pub fn say_goodbye(&mut self) {
         for &to in self.state.clients.keys() {
             let message = Writer::start(wire::EVENT | wire::Event::Goodbye as u16, 0, 0, 0).finish();
-            self.outbox.push_back(Output { to, message, buffers: Vec::new(), last: true });
+            self.outbox.push_back(Output {
+                to,
+                message,
+                buffers: Vec::new(),
+                descriptors: Vec::new(),
+                last: true,
+            });
         }
     }
 

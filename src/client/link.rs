@@ -98,20 +98,22 @@ impl Embedded {
 impl Inside {
     /// Does the worker's jobs on the spot and collects what comes of it.
     fn settle(&mut self) {
+        // There is no timer here: every request looks.
+        if self.broker.recheck_after().is_some() {
+            self.broker.recheck_windows();
+        }
         let heap: Arc<dyn Heap> = self.broker.heap();
         self.broker.tick(Instant::now());
-        loop {
+        // A job that is done may bring the next one, and no message yet.
+        while self.broker.has_work() {
             for job in self.broker.jobs() {
                 let done = job.run(&*heap);
                 self.broker.done(done);
             }
-            let outputs = self.broker.outputs();
-            if outputs.is_empty() {
-                return;
-            }
-            for output in outputs {
+            for output in self.broker.outputs() {
                 let copy = |b: &Arc<crate::heap::Buffer>| b.fd().map(|fd| fd.try_clone_to_owned());
-                let fds: Result<Vec<_>, _> = output.buffers.iter().filter_map(copy).collect();
+                let others = output.descriptors.iter().map(|fd| fd.try_clone());
+                let fds: Result<Vec<_>, _> = output.buffers.iter().filter_map(copy).chain(others).collect();
                 match fds
                     .map_err(|e| Error::Protocol(e.to_string()))
                     .and_then(|fds| Message::parse(&output.message, fds, false))
@@ -176,6 +178,11 @@ impl Link {
         self.lost.is_some()
     }
 
+    /// Why the broker has gone, if it has.
+    pub fn lost(&self) -> Option<Error> {
+        self.lost.clone().map(Error::Lost)
+    }
+
     /// Sends a request and waits for its reply.
     pub fn call(
         &mut self,
@@ -185,7 +192,10 @@ impl Link {
         fill: impl FnOnce(&mut Writer),
     ) -> Result<Message, Error> {
         let deadline = Instant::now() + timeout;
-        let sequence = self.send(verb, session, timeout, fill)?;
+        let sequence = match self.send(verb, session, timeout, fill) {
+            Ok(sequence) => sequence,
+            Err(e) => return Err(self.refusal().unwrap_or(e)),
+        };
         loop {
             let late = Error::Timeout(timeout);
             let left = deadline.checked_duration_since(Instant::now());
@@ -197,12 +207,28 @@ impl Link {
                 }
                 return Err(late);
             };
+            if message.event() == Some(Event::Refused) {
+                let why = message.verdict().err();
+                self.lost = Some("it refused the connection".into());
+                return Err(why.unwrap_or_else(|| Error::Lost("it refused the connection".into())));
+            }
             if message.sequence == sequence {
                 message.verdict()?;
                 return Ok(message);
             }
             self.aside.push_back(message);
         }
+    }
+
+    /// What the broker said before it hung up, if it refused the connection.
+    fn refusal(&mut self) -> Option<Error> {
+        while let Ok(Some(message)) = self.receive(Duration::ZERO) {
+            if message.event() == Some(Event::Refused) {
+                return message.verdict().err();
+            }
+            self.aside.push_back(message);
+        }
+        None
     }
 
     /// Sends a request whose reply will be found aside.

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use thiserror::Error;
 
 use super::check::{self, Outlook};
-use crate::broker::Policy;
+use crate::broker::{Eviction, Policy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
 use crate::heap::{Backend, DmaHeap};
 use crate::id::Tenant;
@@ -44,6 +44,42 @@ pub enum DeviceAccess {
     Contiguous,
     /// It is behind an IOMMU and imports dma-bufs, whose pages may be scattered.
     Iommu,
+    /// It is driven from user space, through VFIO and iommufd.
+    Vfio,
+}
+
+/// The device that reads windows, beside how it reaches memory.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+pub struct DeviceTable {
+    /// Its character device, if user space drives it.
+    pub node: Option<PathBuf>,
+    /// Bits of an address of it.
+    pub address_bits: u32,
+    /// The IOMMU's.
+    pub iommu: PathBuf,
+    /// What makes dma-bufs of memfds.
+    pub udmabuf: PathBuf,
+    /// Bytes of one process's staging buffer; 0 for none.
+    pub staging: Size,
+    /// Bytes of all of them together.
+    pub staging_total: Size,
+    /// Where they come from, if not from the CMA heap by its usual names.
+    pub staging_heap: Option<PathBuf>,
+}
+
+impl Default for DeviceTable {
+    fn default() -> Self {
+        DeviceTable {
+            node: None,
+            address_bits: 32,
+            iommu: "/dev/iommu".into(),
+            udmabuf: "/dev/udmabuf".into(),
+            staging: Size::from_bytes(2 << 20),
+            staging_total: Size::from_bytes(8 << 20),
+            staging_heap: None,
+        }
+    }
 }
 
 /// Which kind of memory.
@@ -118,7 +154,13 @@ struct LimitsTable {
     connections_per_tenant: u32,
     sessions_per_connection: u32,
     profiles_per_connection: u32,
+    windows_per_session: u32,
+    windows_per_tenant: u32,
+    windows: u32,
     tenant: Option<Size>,
+    connection: Option<Size>,
+    pinned: Option<Size>,
+    reclaim_ms: u32,
 }
 
 impl Default for LimitsTable {
@@ -129,16 +171,31 @@ impl Default for LimitsTable {
             connections_per_tenant: policy.connections_per_tenant,
             sessions_per_connection: policy.sessions_per_connection,
             profiles_per_connection: policy.profiles_per_connection,
+            windows_per_session: policy.windows_per_session,
+            windows_per_tenant: policy.windows_per_tenant,
+            windows: policy.windows,
             tenant: None,
+            connection: None,
+            pinned: None,
+            reclaim_ms: policy.reclaim_ms,
         }
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Clone, Copy, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct TenantTable {
     uid: u32,
-    limit: Size,
+    reserve: Option<Size>,
+    limit: Option<Size>,
+    priority: Option<u8>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct CacheTable {
+    limit: Option<Size>,
+    eviction: Eviction,
 }
 
 #[derive(Debug, Deserialize)]
@@ -179,6 +236,8 @@ struct File {
     pool: PoolTable,
     socket: SocketTable,
     limits: LimitsTable,
+    device: DeviceTable,
+    cache: CacheTable,
     tenant: Vec<TenantTable>,
     profile: Vec<ProfileTable>,
     scrub: Scrub,
@@ -266,6 +325,8 @@ pub struct Config {
     pub backend: BackendChoice,
     /// Who reads it.
     pub device: DeviceAccess,
+    /// What else is known of that device.
+    pub device_table: DeviceTable,
     /// The heap, if one is named.
     pub heap: Option<PathBuf>,
     /// Where heaps are.
@@ -289,7 +350,8 @@ pub struct Config {
     /// Limits. Those of tenants are still to be turned into extents: see [`Config::policy`].
     limits: Policy,
     tenant_limit: Option<Size>,
-    tenant_limits: BTreeMap<Tenant, Size>,
+    pinned: u64,
+    tenants: BTreeMap<Tenant, TenantTable>,
     /// Where each key was set, for what is said about it.
     pub(super) origins: Origins,
 }
@@ -390,7 +452,7 @@ impl Config {
 
     /// The limits of tenants as they are written; without uid the one for all.
     pub(super) fn tenant_limits(&self) -> impl Iterator<Item = (Option<u32>, Size)> + '_ {
-        let each = self.tenant_limits.iter().map(|(tenant, limit)| (Some(tenant.0), *limit));
+        let each = self.tenants.iter().filter_map(|(tenant, t)| Some((Some(tenant.0), t.limit?)));
         self.tenant_limit.map(|limit| (None, limit)).into_iter().chain(each)
     }
 
@@ -418,9 +480,9 @@ impl Config {
             || origins.wrong("socket.mode", &file.socket.mode, "write it in octal, such as \"0660\"".into());
         let mode =
             u32::from_str_radix(&file.socket.mode, 8).ok().filter(|m| *m <= 0o777).ok_or_else(bad_mode)?;
-        let mut tenant_limits = BTreeMap::new();
+        let mut tenants = BTreeMap::new();
         for t in &file.tenant {
-            if tenant_limits.insert(Tenant(t.uid), t.limit).is_some() {
+            if tenants.insert(Tenant(t.uid), *t).is_some() {
                 let text = format!("[[tenant]] uid = {} stands there twice", t.uid);
                 return Err(origins.refuse("tenant", text));
             }
@@ -431,11 +493,46 @@ impl Config {
             let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
             return Err(origins.wrong("pool.minimum", Size::from_bytes(minimum_bytes).exact(), why));
         }
+        if file.pool.device == DeviceAccess::Vfio && file.device.node.is_none() {
+            let why =
+                "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
+            return Err(origins.wrong("pool.device", "vfio", why.into()));
+        }
+        if !(20..=64).contains(&file.device.address_bits) {
+            let bits = file.device.address_bits.to_string();
+            return Err(origins.wrong("device.address-bits", &bits, "a device has 20 to 64".into()));
+        }
+        if file.device.staging.bytes() > file.device.staging_total.bytes() {
+            let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
+            return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
+        }
+        let reserves: u64 = file.tenant.iter().filter_map(|t| t.reserve).map(Size::bytes).sum();
+        if reserves > pool_bytes {
+            let (all, pool) = (Size::from_bytes(reserves), Size::from_bytes(pool_bytes));
+            let text = format!("the reserves are {all} together, more than the pool of {pool}");
+            return Err(origins.refuse("tenant", text));
+        }
+        for t in &file.tenant {
+            if let (Some(reserve), Some(limit)) = (t.reserve, t.limit) {
+                if reserve.bytes() > limit.bytes() {
+                    let uid = t.uid;
+                    let text = format!("uid {uid}: a reserve of {reserve} is more than its limit of {limit}");
+                    return Err(origins.refuse("tenant", text));
+                }
+            }
+        }
         let limits = Policy {
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
             sessions_per_connection: file.limits.sessions_per_connection,
             profiles_per_connection: file.limits.profiles_per_connection,
+            windows_per_session: file.limits.windows_per_session,
+            windows_per_tenant: file.limits.windows_per_tenant,
+            windows: file.limits.windows,
+            bytes_per_connection: file.limits.connection.map(Size::bytes),
+            reclaim_ms: file.limits.reclaim_ms,
+            cache_bytes: file.cache.limit.map(Size::bytes),
+            eviction: file.cache.eviction,
             scrub_always: file.scrub == Scrub::Always,
             ..Policy::default()
         };
@@ -444,6 +541,7 @@ impl Config {
             minimum_bytes,
             backend: over.backend.unwrap_or(file.pool.backend),
             device: file.pool.device,
+            device_table: file.device,
             heap: over.heap.clone().or(file.pool.heap),
             heap_directory: file.pool.heap_directory,
             extent: over.extent.unwrap_or(file.pool.extent),
@@ -456,7 +554,8 @@ impl Config {
             admin_socket: over.admin_socket.clone().unwrap_or(file.socket.admin_path),
             limits,
             tenant_limit: file.limits.tenant,
-            tenant_limits,
+            pinned: file.limits.pinned.map_or(pool_bytes / 4, Size::bytes),
+            tenants,
             origins,
         })
     }
@@ -464,9 +563,21 @@ impl Config {
     /// The limits, those of tenants in whole extents of this pool: what changes hands is extents.
     pub fn policy(&self, extent_bytes: u64, one_block: bool) -> Policy {
         let extents = |size: Size| u32::try_from(size.bytes() / extent_bytes).unwrap_or(u32::MAX);
+        let usual = TenantPolicy {
+            limit: self.tenant_limit.map(extents),
+            pinned: self.pinned,
+            ..TenantPolicy::default()
+        };
+        let reserve = |size: Size| u32::try_from(size.bytes().div_ceil(extent_bytes)).unwrap_or(u32::MAX);
+        let of = |t: &TenantTable| TenantPolicy {
+            reserve: t.reserve.map_or(0, reserve),
+            limit: t.limit.map(extents).or(usual.limit),
+            priority: t.priority.unwrap_or(usual.priority),
+            ..usual
+        };
         Policy {
-            extents_per_tenant: self.tenant_limit.map(extents),
-            extents_of: self.tenant_limits.iter().map(|(t, size)| (*t, extents(*size))).collect(),
+            usual_tenant: usual,
+            tenants: self.tenants.iter().map(|(tenant, t)| (*tenant, of(t))).collect(),
             one_block_per_extent: one_block,
             ..self.limits.clone()
         }
@@ -577,7 +688,8 @@ mod tests {
         assert_eq!((c.pool_bytes, c.minimum_bytes), (256 << 20, 128 << 20));
         assert_eq!(c.profiles, [Profile::reference()]);
         assert_eq!(c.socket_mode, 0o660);
-        assert_eq!(c.policy(3 << 20, false), Policy::default());
+        let usual_tenant = TenantPolicy { pinned: 64 << 20, ..TenantPolicy::default() };
+        assert_eq!(c.policy(3 << 20, false), Policy { usual_tenant, ..Policy::default() });
     }
 
     #[test]
@@ -607,9 +719,18 @@ mod tests {
             "connections-per-tenant",
             "sessions-per-connection",
             "profiles-per-connection",
+            "windows-per-session",
+            "windows-per-tenant",
+            "windows",
             "tenant",
             "uid",
             "limit",
+            "connection",
+            "pinned",
+            "reclaim-ms",
+            "reserve",
+            "priority",
+            "eviction",
             "model",
             "name",
             "layers",
@@ -618,6 +739,13 @@ mod tests {
             "kv-type",
             "tokens-per-block",
             "scrub",
+            "node",
+            "address-bits",
+            "iommu",
+            "udmabuf",
+            "staging",
+            "staging-total",
+            "staging-heap",
         ];
         for key in keys {
             let stands = |l: &str| l.trim_start_matches("#: ").starts_with(&format!("{key} = "));
@@ -634,6 +762,9 @@ mod tests {
         assert!(read("[pool]\nsize = \"256\"\n").unwrap_err().contains("without unit"));
         assert!(read("[pool]\nsize = 256\n").unwrap_err().contains("line 2"));
         assert!(read("[pool]\nbackend = \"vram\"\n").unwrap_err().contains("vram"));
+        assert!(read("[pool]\ndevice = \"vfio\"\n").unwrap_err().contains("needs device.node"));
+        assert!(read("[device]\naddress-bits = 8\n").unwrap_err().contains("20 to 64"));
+        assert!(read("[device]\nstaging = \"9M\"\n").unwrap_err().contains("more than device.staging-total"));
         assert!(read("[socket]\nmode = \"rw\"\n").unwrap_err().contains("octal"));
         assert!(read("[[profile]]\nlayers = 2\n").unwrap_err().contains("kv-heads is missing"));
         assert!(
@@ -735,7 +866,7 @@ mod tests {
     fn limits_of_tenants_are_whole_extents() {
         let c = read("[limits]\ntenant = \"10M\"\n[[tenant]]\nuid = 7\nlimit = \"96M\"\n").unwrap();
         let policy = c.policy(3 << 20, false);
-        assert_eq!(policy.extents_per_tenant, Some(3));
-        assert_eq!(policy.extents_of[&Tenant(7)], 32);
+        assert_eq!(policy.usual_tenant.limit, Some(3));
+        assert_eq!(policy.tenants[&Tenant(7)].limit, Some(32));
     }
 }

@@ -18,10 +18,10 @@ use super::admin::{self, Operator, Wait};
 use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
 use super::worker::Worker;
-use crate::broker::{Broker, Peer};
+use crate::broker::{Broker, ConnectError, Peer};
 use crate::id::ClientId;
 use crate::seqpacket::SeqPacket;
-use crate::wire::MAX_MESSAGE;
+use crate::wire::{self, Event, Fault, MAX_MESSAGE, Writer};
 
 /// Connections that are accepted in one turn.
 const PER_TURN: usize = 16;
@@ -88,6 +88,8 @@ pub(super) struct Server {
     /// this process, so they count against the client's uid.
     tombstones: Vec<(u32, SeqPacket)>,
     connections_per_tenant: u32,
+    /// When windows that are closed, and that somebody may still hold, are looked at again.
+    recheck_at: Option<Instant>,
     /// Connections whose messages the kernel had no room for.
     crowded: BTreeSet<ClientId>,
     /// Listeners that are left alone until then.
@@ -127,6 +129,7 @@ impl Server {
             next_operator: 1,
             tombstones: Vec::new(),
             connections_per_tenant,
+            recheck_at: None,
             crowded: BTreeSet::new(),
             paused_until: None,
             watchdog,
@@ -188,9 +191,10 @@ impl Server {
         let watchdog = self.watchdog.map(|w| (w / 2).saturating_sub(last_watchdog.elapsed()));
         let breather = (!self.crowded.is_empty()).then_some(BREATHER);
         let pause = self.paused_until.map(|t| t.saturating_duration_since(Instant::now()));
-        // Only while something is in quarantine or missing.
+        // Only while something is in quarantine or missing, or a closed window may still be held.
         let wake = self.broker.next_wake().map(|t| t.saturating_duration_since(Instant::now()));
-        let soonest = [watchdog, breather, pause, wake].into_iter().flatten().min();
+        let recheck = self.recheck_at.map(|t| t.saturating_duration_since(Instant::now()));
+        let soonest = [watchdog, breather, pause, wake, recheck].into_iter().flatten().min();
         let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
         soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
     }
@@ -262,7 +266,14 @@ impl Server {
         };
         let socket = SeqPacket::from(fd);
         socket.refuse_descriptors();
-        let id = self.broker.connect(Peer { uid, pid: peer.pid() })?;
+        let id = match self.broker.connect(Peer { uid, pid: peer.pid() }) {
+            Ok(id) => id,
+            Err(e) => {
+                // One message, if the socket takes it: whoever is refused learns why.
+                let _ = socket.send(&refusal(&e), &[]);
+                return Err(e.into());
+            }
+        };
         let connection = Connection::new(socket, pidfd, uid);
         let added =
             self.epoll.add(&connection, EpollEvent::new(EpollFlags::EPOLLIN, Token::Client(id).pack()));
@@ -426,6 +437,18 @@ impl Server {
         for id in std::mem::take(&mut self.crowded) {
             self.flush(id);
         }
+        if self.recheck_at.is_some_and(|t| t <= Instant::now()) {
+            self.broker.recheck_windows();
+            self.recheck_at = None;
+        }
+        match self.broker.recheck_after() {
+            None => self.recheck_at = None,
+            Some(after) => {
+                // Something new to look at is looked at soon, whatever waits for longer.
+                let at = Instant::now() + after;
+                self.recheck_at = Some(self.recheck_at.map_or(at, |t| t.min(at)));
+            }
+        }
         self.carry();
         if self.paused_until.is_some_and(|t| t <= Instant::now()) {
             self.paused_until = None;
@@ -449,6 +472,19 @@ impl Server {
         }
         Ok(())
     }
+}
+
+/// The event `refused`.
+fn refusal(why: &ConnectError) -> Vec<u8> {
+    let (fault, needed, available) = match why {
+        ConnectError::Nobody => (Fault::BadRequest, 0, 0),
+        ConnectError::Full(most) => (Fault::OverLimit, u64::from(*most) + 1, (*most).into()),
+        ConnectError::TenantFull { count, .. } => (Fault::OverLimit, u64::from(*count) + 1, (*count).into()),
+    };
+    let mut event = Writer::start(wire::EVENT | Event::Refused as u16, fault as u16, 0, 0);
+    event.put(&wire::Refusal { needed: needed.into(), available: available.into() });
+    event.put(why.to_string().as_bytes());
+    event.finish()
 }
 
 fn as_fd(operator: &Operator) -> std::os::fd::BorrowedFd<'_> {
