@@ -10,6 +10,9 @@
 
 mod admission;
 mod consent;
+mod drain;
+pub mod events;
+mod evict;
 mod grant;
 #[cfg(test)]
 mod model_test;
@@ -19,6 +22,7 @@ mod record;
 mod report;
 mod session;
 pub mod tenant;
+mod usage;
 mod verbs;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -28,6 +32,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+pub use evict::{Evict, EvictReport};
 pub use prefix::{Eviction, PrefixStats};
 pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
@@ -37,6 +42,7 @@ pub use report::{
 };
 pub use session::Session;
 pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
+pub use usage::{ChainReport, PrefixesReport, TenantUsage, TenantsReport};
 
 use crate::heap::{Buffer, Heap, HeapError, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
@@ -365,6 +371,8 @@ pub struct Broker {
     next_ticket: u64,
     recorder: VecDeque<(ClientId, Verb, u64)>,
     frozen: bool,
+    /// An operator's word, which a restart forgets.
+    draining: bool,
 }
 
 impl Broker {
@@ -432,6 +440,7 @@ impl Broker {
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
             frozen: false,
+            draining: false,
         }
     }
 
