@@ -4,7 +4,7 @@
 //! was before; a broker that goes away is said and asked again; no line is longer than the screen is wide, and no more
 //! lines than it has are drawn. Plain ANSI sequences (ECMA-48, and xterm's alternate screen) are enough.
 
-use std::io::{self, IsTerminal, Read, Write};
+use std::io::{self, IsTerminal, Write};
 use std::os::fd::AsFd;
 use std::time::{Duration, Instant};
 
@@ -155,7 +155,7 @@ impl Screen {
         let mut raw = before.clone();
         raw.local_flags &= !(LocalFlags::ICANON | LocalFlags::ECHO | LocalFlags::ISIG);
         raw.input_flags &= !InputFlags::IXON;
-        raw.control_chars[SpecialCharacterIndices::VMIN as usize] = 0;
+        raw.control_chars[SpecialCharacterIndices::VMIN as usize] = 1;
         raw.control_chars[SpecialCharacterIndices::VTIME as usize] = 0;
         tcsetattr(io::stdin(), SetArg::TCSANOW, &raw)?;
         let screen = Screen { before };
@@ -218,7 +218,8 @@ fn draw_until_quit(
         let (typed, signalled) = (heard(0), heard(1));
         if typed {
             let mut some = [0; 64];
-            match stdin.lock().read(&mut some)? {
+            // Past the library's buffer, which poll does not know of.
+            match nix::unistd::read(&stdin, &mut some).map_err(io::Error::from)? {
                 // The terminal has hung up.
                 0 => return Ok(()),
                 n => match input.take(&some[..n]) {
