@@ -77,6 +77,8 @@ pub(super) struct Queue {
     unsent: Vec<u8>,
     /// How much of `unsent` has been sent.
     sent: usize,
+    /// What was sent last has not ended a line.
+    begun: bool,
     /// After what is queued nothing comes.
     ended: bool,
 }
@@ -84,7 +86,7 @@ pub(super) struct Queue {
 impl Queue {
     /// Begins with the whole state, which is as long as it is.
     pub fn new(state: String) -> Self {
-        Queue { unsent: state.into_bytes(), sent: 0, ended: false }
+        Queue { unsent: state.into_bytes(), sent: 0, begun: false, ended: false }
     }
 
     /// Whether more may be queued.
@@ -111,10 +113,9 @@ impl Queue {
 
     /// Lets go of what waits, but for the rest of a line that has been begun, and appends the last line.
     pub fn end(&mut self, event: &str, reason: &str) {
-        let (before, after) = self.unsent.split_at(self.sent);
-        let begun = before.last().is_some_and(|b| *b != b'\n');
+        let after = &self.unsent[self.sent..];
         let rest = match after.iter().position(|b| *b == b'\n') {
-            Some(end) if begun => &after[..=end],
+            Some(end) if self.begun => &after[..=end],
             _ => &[],
         };
         let mut unsent = rest.to_vec();
@@ -128,15 +129,16 @@ impl Queue {
         while self.sent < self.unsent.len() {
             match stream.write(&self.unsent[self.sent..]) {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
-                Ok(n) => self.sent += n,
+                Ok(n) => {
+                    self.sent += n;
+                    self.begun = self.unsent[self.sent - 1] != b'\n';
+                }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
                 Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
                 Err(e) => return Err(e),
             }
         }
-        // What is kept is the last byte: whether a line has been begun is told by it.
-        self.unsent.drain(..self.unsent.len().saturating_sub(1));
-        self.sent = self.unsent.len();
+        (self.unsent, self.sent) = (Vec::new(), 0);
         Ok(true)
     }
 }
@@ -167,6 +169,8 @@ mod tests {
             let mut queue = Queue::new("one\ntwo\n".into());
             let mut reader = Reader(Vec::new(), taken);
             assert!(!queue.flush(&mut reader).unwrap());
+            // More comes and is queued behind it, and nothing is sent in between.
+            assert!(queue.push("three\n"));
             let long = "x".repeat(MOST_UNSENT - 1) + "\n";
             assert!(!queue.push(&long) && !queue.is_open());
             assert!(queue.push("more\n"), "it is dropped once");
@@ -174,7 +178,7 @@ mod tests {
             assert!(queue.flush(&mut reader).unwrap());
             let text = String::from_utf8(reader.0).unwrap();
             let lines: Vec<&str> = text.lines().collect();
-            let whole = ["one", "two"].into_iter().take(lines.len() - 1).collect::<Vec<_>>();
+            let whole = ["one", "two", "three"].into_iter().take(lines.len() - 1).collect::<Vec<_>>();
             assert_eq!(lines[..lines.len() - 1], whole[..], "{taken} bytes were taken");
             assert!(lines[lines.len() - 1].starts_with("{\"event\":\"dropped\""), "{text}");
             assert!(queue.unsent.len() < 1024);
@@ -191,6 +195,6 @@ mod tests {
         }
         assert!(queue.flush(&mut reader).unwrap());
         assert_eq!(reader.0.len(), 6 + 1000 * 7);
-        assert!(queue.unsent.len() <= 1);
+        assert!(queue.unsent.is_empty());
     }
 }
