@@ -13,6 +13,8 @@ mod live;
 mod observe;
 #[path = "kvbctl/plan.rs"]
 mod plan;
+#[path = "kvbctl/simulate.rs"]
+mod simulate;
 #[path = "kvbctl/top.rs"]
 mod top;
 
@@ -83,6 +85,9 @@ enum Command {
     /// The broker's figures for Prometheus: names, types and units in its text format
     #[command(after_help = EXIT_CODES)]
     Metrics(observe::Metrics),
+    /// Replay a trace of requests against a pool and a policy, without a broker
+    #[command(after_help = EXIT_CODES)]
+    Simulate(Box<simulate::Args>),
     /// Have the broker count every byte anew
     #[command(after_help = EXIT_CODES)]
     Check(live::Ask),
@@ -134,6 +139,7 @@ fn main() -> ExitCode {
         Command::Events(ask) => events::run(&ask, &mut out),
         Command::Top(ask) => top::run(&ask, &mut out),
         Command::Metrics(args) => args.run(&mut out),
+        Command::Simulate(args) => args.run(&mut out),
         Command::Check(ask) => ask.check(&mut out),
         Command::Doctor(args) => args.run(&mut out),
     };

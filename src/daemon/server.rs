@@ -90,6 +90,8 @@ pub(super) struct Server {
     /// this process, so they count against the client's uid.
     tombstones: Vec<(u32, SeqPacket)>,
     connections_per_tenant: u32,
+    /// When windows that are closed, and that somebody may still hold, are looked at again.
+    recheck_at: Option<Instant>,
     /// Connections whose messages the kernel had no room for.
     crowded: BTreeSet<ClientId>,
     /// Listeners that are left alone until then.
@@ -130,6 +132,7 @@ impl Server {
             watch: Watch::new(),
             tombstones: Vec::new(),
             connections_per_tenant,
+            recheck_at: None,
             crowded: BTreeSet::new(),
             paused_until: None,
             watchdog,
@@ -195,10 +198,11 @@ impl Server {
         let watchdog = self.watchdog.map(|w| (w / 2).saturating_sub(last_watchdog.elapsed()));
         let breather = (!self.crowded.is_empty()).then_some(BREATHER);
         let pause = self.paused_until.map(|t| t.saturating_duration_since(Instant::now()));
-        // Only while something is in quarantine or missing.
+        // Only while something is in quarantine or missing, or a closed window may still be held.
         let wake = self.broker.next_wake().map(|t| t.saturating_duration_since(Instant::now()));
         let watch = self.watch.due().map(|t| t.saturating_duration_since(Instant::now()));
-        let soonest = [watchdog, breather, pause, wake, watch].into_iter().flatten().min();
+        let recheck = self.recheck_at.map(|t| t.saturating_duration_since(Instant::now()));
+        let soonest = [watchdog, breather, pause, wake, watch, recheck].into_iter().flatten().min();
         let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
         soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
     }
@@ -494,6 +498,19 @@ impl Server {
     fn settle(&mut self) {
         for id in std::mem::take(&mut self.crowded) {
             self.flush(id);
+        }
+        if self.recheck_at.is_some_and(|t| t <= Instant::now()) {
+            self.broker.recheck_windows();
+            self.recheck_at = None;
+            self.watch.stir();
+        }
+        match self.broker.recheck_after() {
+            None => self.recheck_at = None,
+            Some(after) => {
+                // Something new to look at is looked at soon, whatever waits for longer.
+                let at = Instant::now() + after;
+                self.recheck_at = Some(self.recheck_at.map_or(at, |t| t.min(at)));
+            }
         }
         self.carry();
         if self.operators.values().any(Operator::is_watching) {

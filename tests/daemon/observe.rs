@@ -431,7 +431,7 @@ fn metrics_are_what_prometheus_reads_and_say_nothing_of_what_clients_call_themse
     const PARSE: &str = "import sys; from prometheus_client.openmetrics.parser import text_string_to_metric_families as f; \
                          assert len(list(f(sys.stdin.read()))) > 20";
     let python = |code: &str| {
-        let mut command = Command::new("python3");
+        let mut command = Command::new("/usr/bin/python3");
         command.args(["-c", code]);
         command
     };
