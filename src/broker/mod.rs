@@ -10,6 +10,9 @@
 
 mod admission;
 mod consent;
+mod drain;
+pub mod events;
+mod evict;
 mod grant;
 #[cfg(test)]
 mod model_test;
@@ -19,6 +22,7 @@ mod record;
 mod report;
 mod session;
 pub mod tenant;
+mod usage;
 mod verbs;
 mod window;
 #[cfg(test)]
@@ -32,6 +36,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+pub use evict::{Evict, EvictReport};
 pub use prefix::{Eviction, PrefixStats};
 pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
@@ -41,6 +46,7 @@ pub use report::{
 };
 pub use session::Session;
 pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
+pub use usage::{ChainReport, PrefixesReport, TenantUsage, TenantsReport};
 pub use window::{Declined, Made, Making};
 
 use crate::heap::{Buffer, Heap, HeapError, Renewal};
@@ -409,6 +415,8 @@ pub struct Broker {
     next_ticket: u64,
     recorder: VecDeque<(ClientId, Verb, u64)>,
     frozen: bool,
+    /// An operator's word, which a restart forgets.
+    draining: bool,
 }
 
 impl Broker {
@@ -479,6 +487,7 @@ impl Broker {
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
             frozen: false,
+            draining: false,
         }
     }
 
