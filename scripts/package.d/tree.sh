@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # the parts share variables
 # What goes where in the packages, and their control files.
 #
-# Invariant: a package's bytes depend on the commit and the version only: every time is SOURCE_DATE_EPOCH, every owner is
-# root, every mode is set here.
+# Invariant: nothing of the host is in a package beside the programs: every time is SOURCE_DATE_EPOCH, every owner is root,
+# every mode is set here.
 
 maintainer='kvbroker developers <kvbroker@localhost>'
 homepage_section=misc

@@ -88,8 +88,9 @@ debian_cargo() {
         --manifest-path /src/Cargo.toml --target-dir /out/debian "$@"
 }
 
-# The promise of Cargo.toml's rust-version: library and binaries, with and without the daemon.
+# The promise of Cargo.toml's rust-version: library and binaries, with and without the daemon. A check is enough: what
+# rustc 1.85 makes of the same code is built, run and packaged by the machines for arm64 and by scripts/package.
 msrv() {
-    debian_cargo build --lib --bins
-    debian_cargo build --lib --no-default-features
+    debian_cargo check --lib --bins
+    debian_cargo check --lib --no-default-features
 }

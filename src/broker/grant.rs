@@ -31,8 +31,8 @@ pub(super) struct Want {
     pub priority: u8,
 }
 
-/// Extents that may be taken, with their owners.
-type Candidates = Vec<(Tenant, ExtentId)>;
+/// Extents, each with its owner.
+type Owners = Vec<(Tenant, ExtentId)>;
 
 /// What came of it.
 pub(super) enum Granted {
@@ -195,7 +195,7 @@ impl Broker {
 
     /// What an extent that nobody has a block in use of, cached ones apart, may be taken for: the tenant's own first,
     /// then those of others, lowest priority first, as long as they own more than their reserve.
-    fn takeable(&self, tenant: Tenant, cut: &Cut, all: Candidates) -> Candidates {
+    fn takeable(&self, tenant: Tenant, cut: &Cut, all: Owners) -> Owners {
         let own = |t: &Tenant| *t == tenant;
         let promised = |e: &ExtentId| {
             let owned = self.state.pool.extents()[e].owned();
@@ -220,7 +220,7 @@ impl Broker {
     }
 
     /// Extents without a block in use that could be taken, and then those with nothing but blocks that may be evicted.
-    fn candidates(&self, tenant: Tenant, cut: &Cut) -> (Candidates, Candidates) {
+    fn candidates(&self, tenant: Tenant, cut: &Cut) -> (Owners, Owners) {
         let pool = &self.state.pool;
         let owner = |e: ExtentId| pool.extents()[&e].owned().map(|o| (o.tenant, e));
         let idle: Vec<_> = pool.idle(tenant, cut.format).into_iter().filter_map(owner).collect();

@@ -10,6 +10,9 @@
 
 mod admission;
 mod consent;
+mod drain;
+pub mod events;
+mod evict;
 mod fsck;
 mod grant;
 #[cfg(test)]
@@ -20,6 +23,7 @@ mod record;
 mod report;
 mod session;
 pub mod tenant;
+mod usage;
 mod verbs;
 mod window;
 #[cfg(test)]
@@ -33,6 +37,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+pub use evict::{Evict, EvictReport};
 pub use fsck::{DamageReport, FsckReport};
 pub use prefix::{Eviction, PrefixStats};
 pub use quarantine::{LastGranted, QuarantineReport};
@@ -43,6 +48,7 @@ pub use report::{
 };
 pub use session::Session;
 pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
+pub use usage::{ChainReport, PrefixesReport, TenantUsage, TenantsReport};
 pub use window::{Declined, Made, Making};
 
 use crate::heap::{Buffer, Heap, HeapError, Renewal};
@@ -439,6 +445,8 @@ pub struct Broker {
     next_ticket: u64,
     recorder: VecDeque<(ClientId, Verb, u64)>,
     frozen: bool,
+    /// An operator's word, which a restart forgets.
+    draining: bool,
 }
 
 impl Broker {
@@ -510,6 +518,7 @@ impl Broker {
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
             frozen: false,
+            draining: false,
         }
     }
 

@@ -22,6 +22,9 @@ use crate::map::page_bytes;
 use crate::profile::{Group, Layer, Layout, Profile};
 use crate::wire::{self, Event, Fault, Reader, Verb, Verdict, Writer};
 
+/// Extents, each with its owner.
+type Owners = Vec<(u32, ExtentId)>;
+
 const EXTENTS: u32 = 6;
 const PAGES: u64 = 4;
 /// The tenant with a limit, and its limit in extents; the one with a reserve.
@@ -379,8 +382,7 @@ impl Model {
 
     /// Extents that may be taken for somebody, and whose they are: those without a block in use, and those with nothing
     /// but blocks that may be evicted.
-    #[allow(clippy::type_complexity)]
-    fn takeable(&self, uid: u32, format: usize) -> (Vec<(u32, ExtentId)>, Vec<(u32, ExtentId)>) {
+    fn takeable(&self, uid: u32, format: usize) -> (Owners, Owners) {
         let (mut idle, mut cold) = (Vec::new(), Vec::new());
         let mut left: BTreeMap<u32, u64> = BTreeMap::new();
         for whole in [true, false] {

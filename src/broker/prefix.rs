@@ -10,6 +10,8 @@
 //!   goes first, and what an operation builds on is never taken from under it;
 //! - every operation takes logarithmic time, but for a walk up a chain when its last holder of a branch comes or goes.
 
+pub mod chains;
+
 use std::collections::{BTreeMap, BTreeSet};
 
 use serde::{Deserialize, Serialize};
@@ -458,6 +460,19 @@ impl Prefixes {
     pub fn evict_any(&mut self) -> Option<BlockId> {
         let (_, name) = *self.leaves.values().filter_map(BTreeSet::first).min()?;
         Some(self.evict_leaf(&name))
+    }
+
+    /// Evicts the one block of a tenant, in whatever format, that is to go first.
+    pub fn evict_of(&mut self, tenant: Tenant) -> Option<BlockId> {
+        let all = (tenant, FormatId(0))..=(tenant, FormatId(u32::MAX));
+        let (_, name) = *self.leaves.range(all).filter_map(|(_, set)| set.first()).min()?;
+        Some(self.evict_leaf(&name))
+    }
+
+    /// Evicts the block under `name`, if nobody holds it and nothing continues it.
+    pub fn evict_end(&mut self, name: &Digest) -> Option<BlockId> {
+        let node = self.nodes.get(name)?;
+        (node.idle && !self.has_children(name)).then(|| self.evict_leaf(name))
     }
 
     fn evict_leaf(&mut self, name: &Digest) -> BlockId {

@@ -101,9 +101,9 @@ pub struct PinReport {
 }
 
 impl PinReport {
-    fn of(chain: &super::prefix::Digest, pin: &super::prefix::Pin) -> Self {
+    pub(super) fn of(chain: &super::prefix::Digest, pin: &super::prefix::Pin) -> Self {
         let super::prefix::Pin { tenant, pid, label, blocks, tokens } = pin.clone();
-        let chain = chain[..8].iter().map(|b| format!("{b:02x}")).collect();
+        let chain = super::prefix::chains::digits(chain);
         PinReport { chain, uid: tenant.0, pid, label, blocks, tokens }
     }
 }
@@ -149,6 +149,9 @@ pub struct StatusReport {
     pub counters: Counters,
     /// Something is wrong: the broker grants nothing more.
     pub frozen: bool,
+    /// An operator has the broker drained: nothing new begins.
+    #[serde(default)]
+    pub draining: bool,
 }
 
 /// One session in `kvbctl sessions`.
@@ -270,6 +273,7 @@ impl Broker {
             staging_bytes: self.staging_bytes(),
             counters: state.counters,
             frozen: self.frozen,
+            draining: self.draining,
         }
     }
 

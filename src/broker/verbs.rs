@@ -146,6 +146,7 @@ impl Broker {
     fn open(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
         let open: wire::Open = *r.one()?;
         r.end()?;
+        self.begins("no new session")?;
         let Ok(asked) = u8::try_from(open.priority.get()) else {
             return Err(Refused::bad(format!(
                 "priority {}: at most 255, or 0 for the tenant's own",
@@ -286,6 +287,7 @@ impl Broker {
     fn reserve(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
         let reserve: wire::Reserve = *r.one()?;
         r.end()?;
+        self.begins("no more blocks")?;
         let (format, want) = (FormatId(reserve.format.get()), reserve.want.get());
         let priority = self.state.tenancy.of(self.client(client).tenant).priority;
         let want = Want { format, want, least: want, has: 0, near: None, promised: 0, priority };
@@ -303,7 +305,7 @@ impl Broker {
         let s = self.session(client, id)?;
         let want = Want {
             format: s.format,
-            want: grow.want.get(),
+            want: self.undrained(grow.want.get(), grow.least.get(), s.promised)?,
             least: grow.least.get(),
             has: s.table.len() as u32,
             near: s.table.last().map(|b| b.place),
@@ -387,6 +389,7 @@ impl Broker {
         let used = r.many(report.used.get(), MAX_BLOCKS)?;
         r.end()?;
         self.apply_report(client, id, &report, used)?;
+        self.begins("no new session")?;
         // What was promised to the one is not promised to the other.
         let twin = Session { promised: 0, admitted: 0, ..self.session(client, id)?.clone() };
         let blocks = twin.table.clone();
@@ -723,6 +726,7 @@ impl Broker {
         r.end()?;
         one_of("admit: flags", admit.flags, wire::MAY_EVICT)?;
         one_of("admit: reserved", admit.reserved, 0)?;
+        self.begins("no new promise")?;
         match self.admit_verb(client, id, &admit)? {
             Some(reply) => done(reply),
             None => Ok(Answer::Later),

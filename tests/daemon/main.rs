@@ -6,6 +6,7 @@
 mod governing;
 mod hostile;
 mod lifetime;
+mod observe;
 mod profiles;
 mod roles;
 mod start;
