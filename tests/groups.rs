@@ -251,7 +251,7 @@ fn a_prefix_is_found_where_every_group_has_what_is_read_after_it() {
     holds(&t, 1);
     let mut other = ids.clone();
     other[20] = 9999;
-    assert_eq!(open(&c).attach(&other).unwrap(), 16, "other tokens far before the window are another prefix");
+    assert_eq!(open(&c).attach(&other).unwrap(), 0, "other tokens far before the window are another prefix");
     assert_eq!(open(&c).attach(&ids[..240]).unwrap(), 239, "the last token is always computed");
 }
 

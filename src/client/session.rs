@@ -109,7 +109,11 @@ impl Session {
     /// [`attach`](Self::attach). `may_evict`: cached prefixes of this tenant may go for it. A length that the session has
     /// already, such as 0, gives the promise back.
     pub fn admit(&mut self, tokens: usize, may_evict: bool) -> Result<super::Admission, Error> {
-        self.report_all()?;
+        // What the table has is not to be promised once more.
+        self.call(Verb::Grow, |w, report, blocks| {
+            w.put(&wire::Grow { report, want: 0.into(), least: 0.into() });
+            w.put_blocks(blocks.iter().copied());
+        })?;
         let flags = if may_evict { wire::MAY_EVICT } else { 0 };
         let admit = wire::Admit { tokens: (tokens as u64).into(), flags: flags.into(), reserved: 0.into() };
         let reply = self.client.call(Verb::Admit, self.id, |w| {
