@@ -39,7 +39,9 @@ impl Broker {
 
     /// The most blocks of a format that the tenant could ever hold.
     pub(super) fn capacity(&self, tenant: Tenant, cut: &Cut) -> u64 {
-        let extents = self.state.pool.extents().len().min(self.extent_limit(tenant) as usize);
+        // Those that were lent count: they come back. So do those that are on their way.
+        let extents = self.state.pool.extents().len() as u32 + self.expected_back();
+        let extents = extents.min(self.extent_limit(tenant));
         extents as u64 * u64::from(cut.slots)
     }
 
@@ -50,7 +52,14 @@ impl Broker {
         let blocks = |extents: u32| u64::from(extents.min(may)) * u64::from(cut.slots);
         let free = pool.free_places(tenant, cut.format);
         let clean = pool.clean_extents();
-        (free + blocks(clean), free + blocks(clean + pool.soon_clean()))
+        (free + blocks(clean), free + blocks(self.soon_there() + self.elastic_extents()))
+    }
+
+    /// Clean extents, those that become clean, and those that come back from a loan, but not those that holds wait for.
+    fn soon_there(&self) -> u32 {
+        let pool = &self.state.pool;
+        let soon = pool.clean_extents() + pool.soon_clean() + self.expected_back();
+        soon.saturating_sub(self.owed_to_holds())
     }
 
     pub(super) fn grant(&mut self, client: ClientId, want: Want) -> Result<Granted, Refused> {
@@ -125,7 +134,7 @@ impl Broker {
         // The tenant's own first: at its limit, nothing else helps.
         let (own, others): (Vec<_>, Vec<_>) = pool.idle(tenant, cut.format).into_iter().partition(is_own);
         let may = self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant) - own.len() as u32);
-        let idle = pool.clean_extents() + pool.soon_clean() + (own.len() + others.len()) as u32;
+        let idle = self.soon_there() + self.elastic_extents() + (own.len() + others.len()) as u32;
         let reach = pool.free_places(tenant, cut.format) + u64::from(idle.min(may)) * u64::from(cut.slots);
         if reach + self.asked_blocks(cut) < least {
             // Nobody loses an extent for a request that is refused all the same.

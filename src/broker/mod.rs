@@ -9,7 +9,9 @@
 //! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
 
 mod consent;
+mod elastic;
 mod grant;
+mod lent;
 #[cfg(test)]
 mod model_test;
 pub mod prefix;
@@ -26,6 +28,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+pub use lent::{Borrower, HoldError, HoldId, HoldProgress, HoldReport};
 pub use prefix::PrefixStats;
 pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
@@ -66,6 +69,10 @@ pub struct Policy {
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
     pub one_block_per_extent: bool,
+    /// Free extents go back to the kernel while memory is short.
+    pub elastic: bool,
+    /// As long as more extents than these are there.
+    pub floor_extents: u32,
 }
 
 impl Default for Policy {
@@ -79,6 +86,8 @@ impl Default for Policy {
             extents_of: BTreeMap::new(),
             scrub_always: false,
             one_block_per_extent: false,
+            elastic: false,
+            floor_extents: 0,
         }
     }
 }
@@ -141,6 +150,13 @@ pub enum Job {
         /// Its size.
         bytes: u64,
     },
+    /// Close the buffer of an extent that is lent: its memory is the kernel's.
+    GiveBack {
+        /// The extent.
+        extent: ExtentId,
+        /// Its buffer, which nobody else has.
+        buffer: Arc<Buffer>,
+    },
 }
 
 /// What became of a [`Job`].
@@ -162,6 +178,8 @@ pub enum Done {
     },
     /// The kernel has answered.
     Allocated(Result<Buffer, HeapError>),
+    /// The memory of an extent is with the kernel.
+    GivenBack(ExtentId),
 }
 
 impl Job {
@@ -177,7 +195,15 @@ impl Job {
             Job::Renew { extent, old: None, bytes } => {
                 Done::Renewed { extent, result: Renewal::of(heap.allocate(bytes)) }
             }
-            Job::Allocate { bytes } => Done::Allocated(heap.allocate(bytes)),
+            // What was lent is not taken from whoever needs it more: a pool that is too small works, a machine that is
+            // out of memory kills somebody.
+            Job::Allocate { bytes } => {
+                Done::Allocated(heap.has_room(bytes).and_then(|()| heap.allocate(bytes)))
+            }
+            Job::GiveBack { extent, buffer } => {
+                lent::give_back(buffer);
+                Done::GivenBack(extent)
+            }
         }
     }
 }
@@ -278,6 +304,10 @@ pub struct Counters {
     pub reused: u64,
     /// Extents taken from tenants that had no block in use in them.
     pub seized: u64,
+    /// Moments at which the machine was short of memory.
+    pub pressed: u64,
+    /// Extents that went back to the kernel over it.
+    pub given_back: u64,
 }
 
 /// Everything that decides, in a form that can be written down and rebuilt.
@@ -320,6 +350,7 @@ enum Waiting {
 pub struct Broker {
     heap: Arc<dyn Heap>,
     reason: String,
+    pressure_watch: String,
     policy: Policy,
     instance: u64,
     /// How the configured pool was cut, for the status.
@@ -331,6 +362,7 @@ pub struct Broker {
     waiting: BTreeMap<ClientId, Waiting>,
     asked_back: BTreeMap<ExtentId, consent::Asked>,
     absent: quarantine::Absent,
+    lent: lent::Lent,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
     next_ticket: u64,
@@ -381,6 +413,7 @@ impl Broker {
         Broker {
             heap,
             reason: String::new(),
+            pressure_watch: String::new(),
             policy,
             instance: fresh_instance(),
             cut: None,
@@ -391,6 +424,7 @@ impl Broker {
             waiting: BTreeMap::new(),
             asked_back: BTreeMap::new(),
             absent: quarantine::Absent::new(),
+            lent: lent::Lent::default(),
             fresh_descriptors: BTreeSet::new(),
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
@@ -406,6 +440,11 @@ impl Broker {
     /// Why the pool is made of this kind of memory: shown in the status.
     pub fn set_reason(&mut self, reason: String) {
         self.reason = reason;
+    }
+
+    /// How it is learnt that memory is short: shown in the status.
+    pub fn set_pressure_watch(&mut self, how: String) {
+        self.pressure_watch = how;
     }
 
     /// How the pool was cut: shown in the status, with what that costs.
@@ -578,6 +617,7 @@ impl Broker {
             Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
             Done::Renewed { extent, result } => self.renewed(extent, result),
             Done::Allocated(result) => self.allocated(result),
+            Done::GivenBack(extent) => self.given_back(extent),
         }
         self.settle();
     }
@@ -627,6 +667,7 @@ impl Broker {
             self.asked_back.remove(&extent);
             self.jobs.push_back(Job::Renew { extent, old, bytes });
         }
+        self.recall_for_waiting();
         if cfg!(debug_assertions) {
             self.check();
         }
@@ -694,7 +735,7 @@ impl Broker {
             }
         }
         let absent = (pool.renewing() + pool.quarantined()) as usize;
-        if self.buffers.len() + absent != pool.extents().len() {
+        if self.buffers.len() + absent + pool.lent() as usize != pool.extents().len() {
             return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
         }
         if (self.kept_extents() as u32) < pool.quarantined() || self.kept_extents() > absent {
@@ -704,6 +745,7 @@ impl Broker {
                 pool.quarantined()
             ));
         }
+        self.check_loans()?;
         self.check_consent()
     }
 

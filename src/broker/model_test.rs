@@ -1005,7 +1005,7 @@ impl Run {
                 let is_it = |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if t == ticket);
                 self.broker.waiting.iter().find(is_it).map(|(c, _)| c.0)
             }
-            Done::Renewed { .. } | Done::Allocated(_) => None,
+            Done::Renewed { .. } | Done::Allocated(_) | Done::GivenBack(_) => None,
         };
         // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
         let changed = self.expect(&done);
@@ -1042,7 +1042,7 @@ impl Run {
     fn expect(&mut self, done: &Done) -> bool {
         let m = &mut self.model;
         match done {
-            Done::Scrubbed { .. } => false,
+            Done::Scrubbed { .. } | Done::GivenBack(_) => false,
             Done::Allocated(Err(_)) => false,
             Done::Allocated(Ok(_)) => {
                 m.missing -= 1;

@@ -10,6 +10,7 @@ use serde::Deserialize;
 use thiserror::Error;
 
 use super::check::{self, Outlook};
+use super::pressure;
 use crate::broker::Policy;
 use crate::client::DEFAULT_SOCKET;
 use crate::heap::{Backend, DmaHeap};
@@ -73,6 +74,8 @@ struct PoolTable {
     extent: ExtentSize,
     cma_alignment_order: u32,
     lock: bool,
+    elastic: bool,
+    floor: Option<Size>,
 }
 
 impl Default for PoolTable {
@@ -87,6 +90,8 @@ impl Default for PoolTable {
             extent: ExtentSize::Auto,
             cma_alignment_order: CMA_ALIGNMENT_ORDER,
             lock: true,
+            elastic: false,
+            floor: None,
         }
     }
 }
@@ -214,6 +219,12 @@ pub struct Overrides {
     /// The socket for operators
     #[arg(long, value_name = "PATH")]
     pub admin_socket: Option<PathBuf>,
+    /// A file to read in place of /proc/pressure/memory, for tests
+    #[arg(long, value_name = "PATH", hide = true)]
+    pub pressure_file: Option<PathBuf>,
+    /// How often to read that, in milliseconds
+    #[arg(long, value_name = "N", hide = true, requires = "pressure_file")]
+    pub pressure_every: Option<u64>,
 }
 
 /// Which file a key was last set in.
@@ -276,6 +287,12 @@ pub struct Config {
     pub cma_alignment_order: u32,
     /// Keep memfd extents out of swap.
     pub lock: bool,
+    /// Give free extents back to the kernel while memory is short.
+    pub elastic: bool,
+    /// As long as more bytes than these are left.
+    pub floor_bytes: u64,
+    /// Where pressure on memory is read.
+    pub(super) pressure: pressure::Source,
     /// The geometries that extents are cut for.
     pub profiles: Vec<Profile>,
     /// The socket for clients.
@@ -431,6 +448,20 @@ impl Config {
             let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
             return Err(origins.wrong("pool.minimum", Size::from_bytes(minimum_bytes).exact(), why));
         }
+        let floor_bytes = file.pool.floor.map_or(minimum_bytes, Size::bytes);
+        if floor_bytes > pool_bytes {
+            let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
+            return Err(origins.wrong("pool.floor", Size::from_bytes(floor_bytes).exact(), why));
+        }
+        if file.pool.floor.is_some() && !file.pool.elastic {
+            let why = "only an elastic pool has a floor: set pool.elastic = true, or leave it out".into();
+            return Err(origins.wrong("pool.floor", Size::from_bytes(floor_bytes).exact(), why));
+        }
+        let usual = pressure::Source::default();
+        let pressure = pressure::Source {
+            path: over.pressure_file.clone().unwrap_or(usual.path),
+            every: over.pressure_every.map_or(usual.every, std::time::Duration::from_millis),
+        };
         let limits = Policy {
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
@@ -449,6 +480,9 @@ impl Config {
             extent: over.extent.unwrap_or(file.pool.extent),
             cma_alignment_order: file.pool.cma_alignment_order,
             lock: file.pool.lock,
+            elastic: file.pool.elastic,
+            floor_bytes,
+            pressure,
             profiles,
             socket: over.socket.clone().unwrap_or(file.socket.path),
             socket_mode: mode,
@@ -468,6 +502,8 @@ impl Config {
             extents_per_tenant: self.tenant_limit.map(extents),
             extents_of: self.tenant_limits.iter().map(|(t, size)| (*t, extents(*size))).collect(),
             one_block_per_extent: one_block,
+            elastic: self.elastic,
+            floor_extents: u32::try_from(self.floor_bytes.div_ceil(extent_bytes)).unwrap_or(u32::MAX),
             ..self.limits.clone()
         }
     }

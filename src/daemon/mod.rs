@@ -9,6 +9,7 @@ mod check;
 mod config;
 mod connection;
 mod listener;
+mod pressure;
 mod server;
 mod start;
 mod worker;

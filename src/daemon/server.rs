@@ -17,6 +17,7 @@ use nix::sys::socket::{getsockopt, sockopt};
 use super::admin::{self, Operator, Wait};
 use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
+use super::pressure::{Needs, News, Pressure};
 use super::worker::Worker;
 use crate::broker::{Broker, Peer};
 use crate::id::ClientId;
@@ -41,6 +42,7 @@ enum Token {
     Client(ClientId),
     Process(ClientId),
     Operator(u64),
+    Pressure,
 }
 
 impl Token {
@@ -53,6 +55,7 @@ impl Token {
             Token::Client(id) => id.0 << 3 | 4,
             Token::Process(id) => id.0 << 3 | 5,
             Token::Operator(id) => id << 3 | 6,
+            Token::Pressure => 7,
         }
     }
 
@@ -65,6 +68,7 @@ impl Token {
             4 => Token::Client(ClientId(bits >> 3)),
             5 => Token::Process(ClientId(bits >> 3)),
             6 => Token::Operator(bits >> 3),
+            7 => Token::Pressure,
             _ => return None,
         })
     }
@@ -81,6 +85,9 @@ pub(super) struct Server {
     clients: Listener,
     admin: Listener,
     signals: SignalFd,
+    pressure: Pressure,
+    /// The loop waits for the pressure's trigger.
+    pressure_armed: bool,
     connections: BTreeMap<ClientId, Connection>,
     operators: BTreeMap<u64, Operator>,
     next_operator: u64,
@@ -103,9 +110,9 @@ impl Server {
     pub fn new(
         broker: Broker,
         worker: Worker,
-        clients: Listener,
-        admin: Listener,
+        (clients, admin): (Listener, Listener),
         signals: SignalFd,
+        pressure: Pressure,
         connections_per_tenant: u32,
         watchdog: Option<Duration>,
     ) -> io::Result<Self> {
@@ -115,6 +122,9 @@ impl Server {
         epoll.add(&admin, read(Token::Admin))?;
         epoll.add(&worker, read(Token::Worker))?;
         epoll.add(&signals, read(Token::Signal))?;
+        if let Some(trigger) = pressure.trigger() {
+            epoll.add(trigger, EpollEvent::new(EpollFlags::EPOLLPRI, Token::Pressure.pack()))?;
+        }
         Ok(Server {
             broker: ManuallyDrop::new(broker),
             worker,
@@ -122,6 +132,8 @@ impl Server {
             clients,
             admin,
             signals,
+            pressure,
+            pressure_armed: true,
             connections: BTreeMap::new(),
             operators: BTreeMap::new(),
             next_operator: 1,
@@ -162,8 +174,29 @@ impl Server {
                     None => {}
                 }
             }
+            self.look_at_pressure();
             self.settle();
             self.check_when_idle(&mut events);
+        }
+    }
+
+    /// What the broker could do about a machine that is short of memory.
+    fn needs(&self) -> Needs {
+        Needs { slack: self.broker.has_slack(), given: self.broker.elastic_extents() > 0 }
+    }
+
+    fn look_at_pressure(&mut self) {
+        match self.pressure.news(Instant::now(), self.needs()) {
+            Some(News::Pressed) => _ = self.broker.pressed(),
+            Some(News::Relieved) => _ = self.broker.relieved(),
+            None => {}
+        }
+        // A call that nothing can be done about wakes up for nothing.
+        let arm = self.broker.has_slack();
+        if let Some(trigger) = self.pressure.trigger().filter(|_| arm != self.pressure_armed) {
+            let flags = if arm { EpollFlags::EPOLLPRI } else { EpollFlags::empty() };
+            let _ = self.epoll.modify(trigger, &mut EpollEvent::new(flags, Token::Pressure.pack()));
+            self.pressure_armed = arm;
         }
     }
 
@@ -190,7 +223,9 @@ impl Server {
         let pause = self.paused_until.map(|t| t.saturating_duration_since(Instant::now()));
         // Only while something is in quarantine or missing.
         let wake = self.broker.next_wake().map(|t| t.saturating_duration_since(Instant::now()));
-        let soonest = [watchdog, breather, pause, wake].into_iter().flatten().min();
+        let look = self.pressure.next_look(self.needs());
+        let look = look.map(|t| t.saturating_duration_since(Instant::now()));
+        let soonest = [watchdog, breather, pause, wake, look].into_iter().flatten().min();
         let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
         soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
     }
@@ -214,6 +249,7 @@ impl Server {
                 self.end(id);
             }
             Token::Operator(id) => self.operator(id),
+            Token::Pressure => self.pressure.triggered(events),
             // An event of a connection that ended earlier in this turn.
             Token::Client(_) | Token::Process(_) | Token::Signal => {}
         }
@@ -388,11 +424,11 @@ impl Server {
     fn accept_operators(&mut self) {
         match self.admin.accept() {
             Ok(Some(fd)) => {
-                if self.operators.len() >= admin::MOST {
-                    // Who asks gets an answer; who has been connected for longest has to go for it.
-                    if let Some((_, silent)) = self.operators.pop_first() {
-                        let _ = self.epoll.delete(as_fd(&silent));
-                    }
+                let asks = |(id, o): (&u64, &Operator)| (!o.is_lease()).then_some(*id);
+                let asking: Vec<_> = self.operators.iter().filter_map(asks).collect();
+                // Who asks gets an answer; who has been connected for longest has to go for it.
+                if let Some(silent) = asking.first().filter(|_| asking.len() >= admin::MOST) {
+                    self.end_operator(*silent);
                 }
                 let id = self.next_operator;
                 self.next_operator += 1;
@@ -412,12 +448,20 @@ impl Server {
         let flags = match operator.go_on(&mut self.broker) {
             Wait::Read => EpollFlags::EPOLLIN,
             Wait::Write => EpollFlags::EPOLLOUT,
-            Wait::End => EpollFlags::empty(),
+            // A lease ends when its holder hangs up: nothing else is waited for.
+            Wait::Lease => EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP,
+            Wait::End => return self.end_operator(id),
         };
         let mut event = EpollEvent::new(flags, Token::Operator(id).pack());
-        if flags.is_empty() || self.epoll.modify(as_fd(operator), &mut event).is_err() {
-            let _ = self.epoll.delete(as_fd(operator));
-            self.operators.remove(&id);
+        if self.epoll.modify(as_fd(operator), &mut event).is_err() {
+            self.end_operator(id);
+        }
+    }
+
+    fn end_operator(&mut self, id: u64) {
+        if let Some(mut operator) = self.operators.remove(&id) {
+            let _ = self.epoll.delete(as_fd(&operator));
+            operator.end_lease(&mut self.broker);
         }
     }
 
@@ -426,6 +470,9 @@ impl Server {
         for id in std::mem::take(&mut self.crowded) {
             self.flush(id);
         }
+        let waits = |(id, o): (&u64, &Operator)| o.waits_for_broker().then_some(*id);
+        let waiting: Vec<_> = self.operators.iter().filter_map(waits).collect();
+        waiting.into_iter().for_each(|id| self.operator(id));
         self.carry();
         if self.paused_until.is_some_and(|t| t <= Instant::now()) {
             self.paused_until = None;
