@@ -12,10 +12,10 @@ bench_packages=(linux-source-6.12 gcc gcc-aarch64-linux-gnu make flex bison bc l
     qemu-system-x86 qemu-system-arm device-tree-compiler busybox-static systemd udev e2fsprogs)
 rust_packages=(rustc cargo gcc gcc-aarch64-linux-gnu libc6-dev libc6-dev:arm64 libstd-rust-dev:arm64)
 
-# debian_sources SUITE: from the mirrors that the host already uses, so that a local mirror is honoured.
+# debian_sources [SUITE]: from the mirrors that the host already uses, so that a local mirror is honoured.
 # shellcheck disable=SC2016
 debian_sources() {
-    local release=$1 main security
+    local release=${1:-$suite} main security
     main=$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian' | sed -n 1p)
     security=$(apt-get indextargets --format '$(REPO_URI)' 'Origin: Debian' 'Label: Debian-Security' | sed -n 1p)
     if [[ -z $main ]]; then

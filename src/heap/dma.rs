@@ -82,6 +82,21 @@ fn others(path: &Path) -> String {
     }
 }
 
+/// Why the kernel gave nothing: by what the caller can do about it.
+fn refusal(heap: String, bytes: u64, source: io::Error) -> HeapError {
+    match source.raw_os_error().map(Errno::from_raw) {
+        Some(Errno::ENOMEM) => HeapError::NoMemory {
+            heap,
+            bytes,
+            source,
+            advice: "enlarge the CMA region (cma= on the kernel command line, or the device-tree node) or make the pool smaller",
+        },
+        Some(Errno::ENOTTY) => HeapError::NoHeap { path: heap },
+        Some(Errno::EINVAL) => HeapError::Refused { heap, bytes, source },
+        _ => HeapError::Call { heap, call: "DMA_HEAP_IOCTL_ALLOC", source },
+    }
+}
+
 impl Heap for DmaHeap {
     fn backend(&self) -> Backend {
         Backend::DmaHeap
@@ -92,20 +107,7 @@ impl Heap for DmaHeap {
     }
 
     fn allocate(&self, bytes: u64) -> Result<Buffer, HeapError> {
-        let fd = self.node.allocate(bytes as usize).map_err(|source| {
-            let heap = self.name();
-            match source.raw_os_error().map(Errno::from_raw) {
-                Some(Errno::ENOMEM) => HeapError::NoMemory {
-                    heap,
-                    bytes,
-                    source,
-                    advice: "enlarge the CMA region (cma= on the kernel command line, or the device-tree node) or make the pool smaller",
-                },
-                Some(Errno::ENOTTY) => HeapError::NoHeap { path: heap },
-                Some(Errno::EINVAL) => HeapError::Refused { heap, bytes, source },
-                _ => HeapError::Call { heap, call: "DMA_HEAP_IOCTL_ALLOC", source },
-            }
-        })?;
+        let fd = self.node.allocate(bytes as usize).map_err(|e| refusal(self.name(), bytes, e))?;
         Ok(Buffer::new(fd, bytes, Backend::DmaHeap))
     }
 
@@ -162,5 +164,21 @@ fn sync(fd: BorrowedFd<'_>, flags: u64) -> io::Result<()> {
             Err(Errno::EINTR | Errno::EAGAIN) => continue,
             Err(e) => return Err(e.into()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn what_the_kernel_refuses_is_told_apart_by_what_helps() {
+        let said = |errno: Errno| refusal("/dev/dma_heap/x".into(), 3 << 20, errno.into()).to_string();
+        assert!(said(Errno::ENOMEM).contains("enlarge the CMA region"));
+        assert!(said(Errno::ENOTTY).contains("name the right one with pool.heap"));
+        assert!(said(Errno::EINVAL).contains("older than this heap's interface"));
+        assert!(said(Errno::EMFILE).contains("DMA_HEAP_IOCTL_ALLOC failed"));
+        let all = [Errno::ENOMEM, Errno::ENOTTY, Errno::EINVAL, Errno::EMFILE];
+        assert!(all.into_iter().all(|e| said(e).contains("/dev/dma_heap/x")));
     }
 }

@@ -21,6 +21,7 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 use nix::unistd::Pid;
 use serde_json::Value;
 
+use crate::daemon::HeapRule;
 use crate::support::{DAEMON, HEAP_GROUP};
 
 /// Waits until `what` is so; the patience is for an emulated machine, not a promise.
@@ -49,6 +50,8 @@ fn own(path: &Path) {
 /// A directory with a configuration.
 pub struct Place {
     dir: tempfile::TempDir,
+    /// The nodes are root's again afterwards, as the kernel gives them: other tests look at that.
+    _rule: HeapRule,
 }
 
 impl Place {
@@ -60,7 +63,7 @@ impl Place {
         chown(dir.path(), Some(DAEMON.uid), Some(DAEMON.gid)).expect("chown");
         let config = format!("[pool]\n{pool}\n[socket]\nmode = \"0666\"\n");
         fs::write(dir.path().join("kvbroker.toml"), config).expect("configuration");
-        Place { dir }
+        Place { dir, _rule: HeapRule::apply() }
     }
 
     fn path(&self, name: &str) -> PathBuf {
