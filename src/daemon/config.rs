@@ -453,10 +453,6 @@ impl Config {
             let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
             return Err(origins.wrong("pool.floor", Size::from_bytes(floor_bytes).exact(), why));
         }
-        if file.pool.floor.is_some() && !file.pool.elastic {
-            let why = "only an elastic pool has a floor: set pool.elastic = true, or leave it out".into();
-            return Err(origins.wrong("pool.floor", Size::from_bytes(floor_bytes).exact(), why));
-        }
         let usual = pressure::Source::default();
         let pressure = pressure::Source {
             path: over.pressure_file.clone().unwrap_or(usual.path),
@@ -503,7 +499,10 @@ impl Config {
             extents_of: self.tenant_limits.iter().map(|(t, size)| (*t, extents(*size))).collect(),
             one_block_per_extent: one_block,
             elastic: self.elastic,
-            floor_extents: u32::try_from(self.floor_bytes.div_ceil(extent_bytes)).unwrap_or(u32::MAX),
+            floor_extents: match self.elastic {
+                true => u32::try_from(self.floor_bytes.div_ceil(extent_bytes)).unwrap_or(u32::MAX),
+                false => 0,
+            },
             ..self.limits.clone()
         }
     }
@@ -635,6 +634,8 @@ mod tests {
             "extent",
             "cma-alignment-order",
             "lock",
+            "elastic",
+            "floor",
             "path",
             "mode",
             "group",
@@ -722,6 +723,7 @@ mod tests {
                 "[pool]\ndevice = \"contiguous\"\nbackend = \"udmabuf\"\n",
                 "pool.backend = udmabuf: the pages of a memfd are scattered",
             ),
+            ("[pool]\nfloor = \"257M\"\n", "pool.floor = 257M: that is more than the pool of 256 MiB"),
             ("[pool]\nheap = \"\"\n", "pool.heap = \"\": an empty path"),
             ("[socket]\npath = \"\"\n", "socket.path = \"\": an empty path"),
             (&long, "108 bytes are too long"),
@@ -773,5 +775,13 @@ mod tests {
         let policy = c.policy(3 << 20, false);
         assert_eq!(policy.extents_per_tenant, Some(3));
         assert_eq!(policy.extents_of[&Tenant(7)], 32);
+    }
+
+    #[test]
+    fn the_floor_of_an_elastic_pool_is_the_minimum_unless_it_is_said() {
+        let floor = |text: &str| read(text).unwrap().policy(3 << 20, false).floor_extents;
+        assert_eq!(floor("[pool]\nelastic = true\n"), 43);
+        assert_eq!(floor("[pool]\nelastic = true\nminimum = \"30M\"\n"), 10);
+        assert_eq!(floor("[pool]\nelastic = true\nfloor = \"3M\"\n"), 1);
     }
 }
