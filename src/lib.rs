@@ -24,5 +24,7 @@ pub mod plan;
 pub mod pool;
 pub mod profile;
 pub mod seqpacket;
+#[cfg(feature = "daemon")]
+pub mod simulate;
 pub mod size;
 pub mod wire;

@@ -132,8 +132,8 @@ wire! {
     struct Open {
         /// From [`Format`].
         format: U32,
-        /// 0.
-        reserved: U32,
+        /// 1 to 255: who makes room for whom, at most the tenant's own; 0 for the tenant's own.
+        priority: U32,
         /// The longest length of the session in tokens if it is known, else 0. A length that can never fit is refused.
         max_tokens: U64,
         /// SHA-256 of whatever tells this model's weights from others': prefixes are only found under the same one.
@@ -271,9 +271,39 @@ wire! {
         reserved: U32,
     }
 
-    /// Reply to `open` and `fork`.
+    /// `admit`: may the session grow to `tokens` tokens? What it has attached is not needed once more.
+    struct Admit {
+        /// The longest length: prompt and longest answer.
+        tokens: U64,
+        /// [`MAY_EVICT`] or 0.
+        flags: U32,
+        /// 0.
+        reserved: U32,
+    }
+
+    /// Reply to `admit`.
+    struct Admission {
+        /// A [`Verdict`].
+        verdict: U32,
+        /// Blocks that are promised to the session now: growing by as many will not be refused.
+        promised: U32,
+        /// Blocks that are missing, in the sense of the verdict.
+        blocks: U64,
+    }
+
+    /// Event `reclaim session`: a session of higher priority needs its blocks.
+    struct ReclaimSession {
+        /// The session.
+        session: U64,
+        /// Milliseconds until it is ended.
+        deadline_ms: U32,
+        /// 0.
+        reserved: U32,
+    }
+
+    /// Reply to `open` and `fork`; event `session lost`.
     struct Opened {
-        /// The new session.
+        /// The new session; the lost one.
         session: U64,
     }
 
@@ -340,6 +370,9 @@ pub const SEALED: u32 = 2;
 /// Not a new block: one that left the table and is the client's credit again.
 pub const RETURNED: u32 = 4;
 
+/// In [`Admit`]: cached prefixes of the tenant may go for it.
+pub const MAY_EVICT: u32 = 1;
+
 macro_rules! codes {
     ($(#[$meta:meta])* $name:ident { $($(#[$vm:meta])* $variant:ident = $value:literal, $text:literal;)* }) => {
         $(#[$meta])*
@@ -392,6 +425,8 @@ codes! {
         Query = 13, "query";
         /// Ends a session.
         Close = 14, "close";
+        /// Asks for a promise that the session can grow to a length.
+        Admit = 15, "admit";
         /// Names blocks that the table does not have, and says which are published.
         Skip = 20, "skip";
     }
@@ -404,6 +439,28 @@ codes! {
         GiveBack = 1, "give back extent";
         /// The broker is going away: what is held stays usable.
         Goodbye = 2, "goodbye";
+        /// [`ReclaimSession`].
+        ReclaimSession = 3, "reclaim session";
+        /// The session has been ended for one of higher priority: [`Opened`].
+        SessionLost = 4, "session lost";
+        /// This connection may not be: a [`Refusal`] and its text follow, and the broker hangs up.
+        Refused = 6, "refused";
+    }
+}
+
+codes! {
+    /// What comes of a request to be admitted.
+    Verdict {
+        /// Growing to that length will not be refused.
+        Admitted = 1, "admitted";
+        /// It fits once so many cached blocks of the asker's own tenant are evicted: ask again with [`MAY_EVICT`].
+        AfterEviction = 2, "fits-after-eviction";
+        /// It fits when so many blocks that other sessions of the asker's tenant hold are free.
+        WhenYoursFree = 3, "fits-when-yours-free";
+        /// Others hold what it needs.
+        Busy = 4, "busy";
+        /// It never fits: it is too long by so many blocks.
+        NeverFits = 5, "never-fits";
     }
 }
 
@@ -422,6 +479,8 @@ codes! {
         BadRequest = 5, "bad-request";
         /// The broker's own.
         BrokerFault = 6, "broker-fault";
+        /// The session was ended to make room for one of higher priority.
+        SessionLost = 7, "session-lost";
     }
 }
 
@@ -429,8 +488,8 @@ impl Verb {
     /// Whether an answer that comes after the caller has given up does no harm: asking again gives the same, or what it
     /// brings is credit.
     pub fn may_come_late(self) -> bool {
-        use Verb::{Close, Grow, Hello, Open, Profile, Query, Reserve};
-        matches!(self, Hello | Profile | Open | Reserve | Grow | Query | Close)
+        use Verb::{Admit, Close, Grow, Hello, Open, Profile, Query, Reserve};
+        matches!(self, Hello | Profile | Open | Reserve | Grow | Query | Close | Admit)
     }
 }
 
@@ -452,6 +511,8 @@ pub enum WireError {
     Label,
     #[error("layout {0}: 0 is plane-major, 1 is token-major")]
     Layout(u32),
+    #[error("{what} is {value}, at most {most} means something")]
+    Field { what: &'static str, value: u32, most: u32 },
     #[error(transparent)]
     Profile(#[from] crate::profile::ProfileError),
 }

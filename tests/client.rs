@@ -2,7 +2,7 @@
 
 use kvbroker::broker::{Broker, Policy};
 use kvbroker::client::{
-    Client, ClientOptions, Embedded, EmbeddedOptions, Error, OpenOptions, PlaneView, Session,
+    Admission, Client, ClientOptions, Embedded, EmbeddedOptions, Error, OpenOptions, PlaneView, Session,
 };
 use kvbroker::heap::Memfd;
 use kvbroker::profile::{Kv, Layout, Profile};
@@ -197,13 +197,14 @@ fn a_sealed_prefix_is_found_by_another_process_of_the_tenant_and_by_nobody_else(
     let profile = b.profile(&profile()).unwrap();
     let another_model = OpenOptions { model: "n".into(), ..OpenOptions::default() };
     assert_eq!(b.open(&profile, another_model).unwrap().attach(&ids).unwrap(), 0);
-    // The block is charged once, and goes with its last holder.
+    // The block is charged once, and stays when its last holder goes.
     drop(s);
     t.ensure(50).unwrap();
     fill(&mut t, 48..50, 2);
     holds(&t, 0..48, 1);
     drop(t);
-    assert_eq!(open(&b).attach(&ids).unwrap(), 0);
+    assert_eq!(account(&broker, "cached"), 3 * (32 << 10));
+    assert_eq!(open(&b).attach(&ids).unwrap(), 48);
     assert_eq!(account(&broker, "shared"), 0);
 }
 
@@ -254,7 +255,50 @@ fn a_pinned_prefix_stays_when_everybody_has_gone() {
     assert_eq!(s.unpin(32).unwrap(), 2);
     drop(s);
     drop(c);
-    assert_eq!(account(&broker, "free"), 4 * (128 << 10));
+    // Nobody pins it, nobody holds it: it stays as long as there is room.
+    assert_eq!(account(&broker, "cached"), 2 * (32 << 10));
+    let other = client(&broker, 1001);
+    let mut all = open(&other);
+    all.ensure(256).unwrap();
+    assert_eq!(account(&broker, "cached"), 0, "somebody needed the room");
+}
+
+#[test]
+fn an_admitted_session_gets_what_it_was_promised_whatever_others_take() {
+    let broker = broker(4);
+    let (a, b) = (client(&broker, 1000), client(&broker, 1001));
+    let mut s = open(&a);
+    assert_eq!(s.admit(300, false).unwrap(), Admission::NeverFits(3));
+    assert_eq!(s.admit(128, false).unwrap(), Admission::Admitted);
+    let mut greedy = open(&b);
+    let refused = greedy.ensure(256).unwrap_err();
+    assert_eq!(refused.fault(), Some(Fault::Busy));
+    greedy.ensure(128).unwrap();
+    let hopeless = open(&b).admit(16, false).unwrap();
+    assert!(matches!(hopeless, Admission::WhenYoursFree(1) | Admission::Busy(1)), "{hopeless:?}");
+    s.ensure(128).unwrap();
+    fill(&mut s, 0..128, 1);
+    holds(&s, 0..128, 1);
+    assert_eq!(s.ensure(129).unwrap_err().fault(), Some(Fault::Busy));
+}
+
+#[test]
+fn cached_prefixes_go_for_an_admission_only_if_the_caller_says_so() {
+    let broker = broker(2);
+    let c = client(&broker, 1000);
+    let ids: Vec<u32> = (0..128).collect();
+    let mut s = open(&c);
+    s.ensure(128).unwrap();
+    fill(&mut s, 0..128, 1);
+    s.seal(&ids).unwrap();
+    drop(s);
+    let mut t = open(&c);
+    assert_eq!(t.admit(48, false).unwrap(), Admission::AfterEviction(3));
+    assert_eq!(account(&broker, "cached"), 8 * (32 << 10));
+    assert_eq!(t.admit(48, true).unwrap(), Admission::Admitted);
+    t.ensure(48).unwrap();
+    // The end of the chain has gone, its start is found.
+    assert_eq!(open(&c).attach(&ids).unwrap(), 80);
 }
 
 #[test]
@@ -485,7 +529,8 @@ fn what_is_sealed_again_after_a_change_at_its_start_is_found_under_its_first_nam
     assert_eq!(s.seal(&changed).unwrap(), 48);
     assert_eq!(open(&c).attach(&changed).unwrap(), 16);
     drop(s);
-    assert_eq!(open(&c).attach(&changed).unwrap(), 0);
+    assert_eq!(open(&c).attach(&changed).unwrap(), 16);
+    assert_eq!(open(&c).attach(&ids).unwrap(), 47);
     assert_eq!(account(&broker, "shared"), 0);
 }
 

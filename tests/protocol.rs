@@ -15,7 +15,7 @@ use kvbroker::heap::Memfd;
 use kvbroker::id::{BlockId, ClientId, ExtentId, Place};
 use kvbroker::map::page_bytes;
 use kvbroker::profile::Profile;
-use kvbroker::wire::{self, Event, Fault, Verb, Writer};
+use kvbroker::wire::{self, Event, Fault, Verb, Verdict, Writer};
 
 fn document() -> String {
     fs::read_to_string(Path::new(env!("CARGO_MANIFEST_DIR")).join("docs/protocol.md")).unwrap()
@@ -67,7 +67,7 @@ fn every_structure_is_in_the_document_byte_by_byte() {
         Format { format, blocks_per_extent, slot_bytes, capacity }
         Query { format, reserved }
         Room { capacity, free, held }
-        Open { format, reserved, max_tokens, model, label }
+        Open { format, priority, max_tokens, model, label }
         Opened { session }
         Report { tokens, first, used }
         WireBlock { extent, slot, generation }
@@ -78,6 +78,8 @@ fn every_structure_is_in_the_document_byte_by_byte() {
         GrantedBlock { block, flags, reserved }
         Trim { report, tokens, head, release }
         Free { count, reserved }
+        Admit { tokens, flags, reserved }
+        Admission { verdict, promised, blocks }
         Seal { report, from, count }
         Attach { count, more }
         Skip { from, count }
@@ -86,6 +88,7 @@ fn every_structure_is_in_the_document_byte_by_byte() {
         Counted { blocks, duplicates }
         GiveBack { extent, deadline_ms }
         ReturnExtent { extent, reserved }
+        ReclaimSession { session, deadline_ms, reserved }
     };
     let text = document();
     let headings: Vec<_> = text.lines().filter(|l| l.starts_with("#### ")).collect();
@@ -123,6 +126,13 @@ fn every_number_is_in_the_document() {
     }
     for fault in Fault::ALL {
         assert!(text.contains(&format!("\n| {} | {} | ", fault.name(), *fault as u16)), "{}", fault.name());
+    }
+    for verdict in Verdict::ALL {
+        assert!(
+            text.contains(&format!("\n| {} | {} | ", verdict.name(), *verdict as u16)),
+            "{}",
+            verdict.name()
+        );
     }
     let limits = [
         ("bytes of a message", wire::MAX_MESSAGE),

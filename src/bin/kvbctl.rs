@@ -11,6 +11,8 @@ mod hold;
 mod live;
 #[path = "kvbctl/plan.rs"]
 mod plan;
+#[path = "kvbctl/simulate.rs"]
+mod simulate;
 
 use clap::{Parser, Subcommand};
 use std::io::{self, Write};
@@ -52,6 +54,15 @@ enum Command {
         #[arg(long, default_value = "auto")]
         colour: live::Colour,
     },
+    /// What each tenant is guaranteed, may have and has; with UID, change it while the broker runs
+    #[command(after_help = EXIT_CODES)]
+    Limits(live::Limits),
+    /// Let pinned prefixes go: those whose names (kvbctl status) begin with CHAIN, or all
+    #[command(after_help = EXIT_CODES)]
+    Unpin(live::Unpin),
+    /// Replay a trace of requests against a pool and a policy, without a broker
+    #[command(after_help = EXIT_CODES)]
+    Simulate(Box<simulate::Args>),
     /// Have the broker count every byte anew
     #[command(after_help = EXIT_CODES)]
     Check(live::Ask),
@@ -105,6 +116,9 @@ fn main() -> ExitCode {
         Command::Status(ask) => ask.status(&mut out),
         Command::Sessions(ask) => ask.sessions(&mut out),
         Command::Map { ask, colour } => ask.map(colour, &mut out),
+        Command::Limits(args) => args.run(&mut out),
+        Command::Unpin(args) => args.run(&mut out),
+        Command::Simulate(args) => args.run(&mut out),
         Command::Check(ask) => ask.check(&mut out),
         Command::Doctor(args) => args.run(&mut out),
     };

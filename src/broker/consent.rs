@@ -56,16 +56,16 @@ impl Broker {
 
     /// The tenant needs blocks that nothing else can give: what it was asked for stays with it, as much as is needed.
     /// Nothing is withdrawn if that would not be enough.
-    pub(super) fn withdraw(&mut self, tenant: Tenant, cut: &Cut, least: u64) {
+    pub(super) fn withdraw(&mut self, tenant: Tenant, cut: &Cut, own_promise: u32, least: u64) {
         let own = |(id, o): (ExtentId, &crate::pool::Owned)| {
             ((o.tenant, o.format) == (tenant, cut.format)).then_some(id)
         };
         let own: Vec<_> = self.state.pool.wanted_back().filter_map(own).collect();
-        if self.available(tenant, cut).0 + own.len() as u64 * u64::from(cut.slots) < least {
+        if self.available(tenant, cut, own_promise).0 + own.len() as u64 * u64::from(cut.slots) < least {
             return;
         }
         for extent in own {
-            if self.available(tenant, cut).0 >= least {
+            if self.available(tenant, cut, own_promise).0 >= least {
                 return;
             }
             self.asked_back.remove(&extent);

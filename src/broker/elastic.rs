@@ -8,10 +8,16 @@ use super::{Broker, Waiting};
 
 impl Broker {
     /// The machine is short of memory: gives half of what can be given, so that a short spell costs little and a long one
-    /// gets everything within a few calls. Returns the extents that go back to the kernel.
+    /// gets everything within a few calls. Cached prefixes go first; what they leave empty can go back to the kernel at the
+    /// next call. Returns the extents that go back to the kernel.
     pub fn pressed(&mut self) -> u32 {
         self.state.counters.pressed += 1;
         let extents = self.can_give_back().div_ceil(2);
+        for _ in 0..self.state.prefixes.evictable_of_all().div_ceil(2) {
+            let Some(block) = self.state.prefixes.evict_any() else { break };
+            self.state.pool.evict(block.place);
+            self.state.pool.release_if_idle(block.place.extent);
+        }
         let given = (0..extents).map_while(|_| self.lend_elastic()).count() as u32;
         self.state.counters.given_back += u64::from(given);
         if given > 0 {
@@ -31,7 +37,7 @@ impl Broker {
 
     /// Whether a call of [`pressed`](Self::pressed) would give anything.
     pub fn has_slack(&self) -> bool {
-        self.can_give_back() > 0
+        self.state.prefixes.evictable_of_all() > 0 || self.can_give_back() > 0
     }
 
     /// While a request waits for extents and none is on its way, the next one that was given back is asked for.

@@ -1,9 +1,12 @@
 //! Grants: which blocks a client gets, and what is done when there are none.
 //!
-//! Owns no state. Invariant: a grant hands over all of `least` blocks or none, never more than the tenant's limit, and
-//! takes a new extent only for blocks without which the grant would be of no use.
+//! Owns no state. Invariants: a grant hands over all of `least` blocks or none, never more than the tenant's limit, and
+//! never what is kept for others: their reserves, and what was promised to sessions. It takes a new extent, or evicts a
+//! cached block, only for blocks without which the grant would be of no use. Where there are too few it takes, in this
+//! order and no more than it needs: extents in which nobody has a block in use; the tenant's own cached blocks; extents
+//! with nothing but cached blocks, those of tenants of low priority first; and last what sessions of lower priority hold.
 
-use std::collections::BTreeSet;
+use std::collections::{BTreeMap, BTreeSet};
 
 use super::{Answer, Broker, Refused, Reply};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
@@ -22,6 +25,10 @@ pub(super) struct Want {
     pub has: u32,
     /// Right after this place if possible.
     pub near: Option<Place>,
+    /// Of what has been promised to the tenant's sessions, this is the asker's.
+    pub promised: u32,
+    /// Sessions of a lower one make room.
+    pub priority: u8,
 }
 
 /// What came of it.
@@ -33,33 +40,57 @@ pub(super) enum Granted {
 impl Broker {
     /// Extents that the tenant may own.
     pub(super) fn extent_limit(&self, tenant: Tenant) -> u32 {
-        let own = self.policy.extents_of.get(&tenant).copied();
-        own.or(self.policy.extents_per_tenant).unwrap_or(u32::MAX)
+        self.state.tenancy.of(tenant).limit.unwrap_or(u32::MAX)
     }
 
-    /// The most blocks of a format that the tenant could ever hold.
+    /// The most blocks of a format that the tenant could ever hold: what others have as a reserve it never gets.
     pub(super) fn capacity(&self, tenant: Tenant, cut: &Cut) -> u64 {
-        // Those that were lent count: they come back. So do those that are on their way.
-        let extents = self.state.pool.extents().len() as u32 + self.expected_back();
-        let extents = extents.min(self.extent_limit(tenant));
-        extents as u64 * u64::from(cut.slots)
+        let reserved = self.state.tenancy.reserved() - u64::from(self.state.tenancy.of(tenant).reserve);
+        // Extents that are lent count, and so do those on their way back: they are there again before long.
+        let extents = self.state.pool.extents().len() as u64 + u64::from(self.expected_back());
+        let extents = extents.saturating_sub(reserved);
+        extents.min(self.extent_limit(tenant).into()) * u64::from(cut.slots)
     }
 
-    /// Blocks that could be granted to the tenant now, and how many once the worker has renewed what waits for it.
-    pub(super) fn available(&self, tenant: Tenant, cut: &Cut) -> (u64, u64) {
+    /// Extents that the tenant may still get, by its limit.
+    fn may_get(&self, tenant: Tenant) -> u32 {
+        self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant))
+    }
+
+    /// Blocks that could be granted to the tenant now without evicting anything, and how many once the worker has
+    /// renewed what waits for it. `own` of what has been promised to the tenant's sessions is the asker's.
+    pub(super) fn available(&self, tenant: Tenant, cut: &Cut, own: u32) -> (u64, u64) {
         let pool = &self.state.pool;
-        let may = self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant));
-        let blocks = |extents: u32| u64::from(extents.min(may)) * u64::from(cut.slots);
+        let (may, kept) = (self.may_get(tenant), self.kept_for_others(tenant));
+        let elsewhere = self.promised_extents(tenant, Some(cut.format));
+        // What is promised to others may come from evicted blocks first.
+        let evictable = self.state.prefixes.evictable(tenant, cut.format);
+        let promised = (self.promised(tenant, cut.format) - u64::from(own)).saturating_sub(evictable);
         let free = pool.free_places(tenant, cut.format);
-        let clean = pool.clean_extents();
-        (free + blocks(clean), free + blocks(self.soon_there() + self.elastic_extents()))
+        let blocks = |clean: u32| {
+            let extents = clean.saturating_sub(kept).min(may).saturating_sub(elsewhere);
+            (free + u64::from(extents) * u64::from(cut.slots)).saturating_sub(promised)
+        };
+        (blocks(pool.clean_extents()), blocks(self.soon_there()))
     }
 
-    /// Clean extents, those that become clean, and those that come back from a loan, but not those that holds wait for.
+    /// Clean extents, those that become clean, and those that come back from a loan or will if they are asked for; but not
+    /// those that holds wait for.
     fn soon_there(&self) -> u32 {
         let pool = &self.state.pool;
-        let soon = pool.clean_extents() + pool.soon_clean() + self.expected_back();
-        soon.saturating_sub(self.owed_to_holds())
+        let back = self.expected_back() + self.elastic_extents();
+        (pool.clean_extents() + pool.soon_clean() + back).saturating_sub(self.owed_to_holds())
+    }
+
+    /// Blocks that the tenant could be granted as soon as the worker is done, its cached ones evicted.
+    pub(super) fn could_grant(&self, tenant: Tenant, cut: &Cut) -> u64 {
+        self.available(tenant, cut, 0).1 + self.may_evict(tenant, cut, 0)
+    }
+
+    /// Cached blocks of the tenant that may go for a block of the asker's.
+    pub(super) fn may_evict(&self, tenant: Tenant, cut: &Cut, own: u32) -> u64 {
+        let promised = self.promised(tenant, cut.format) - u64::from(own);
+        self.state.prefixes.evictable(tenant, cut.format).saturating_sub(promised)
     }
 
     pub(super) fn grant(&mut self, client: ClientId, want: Want) -> Result<Granted, Refused> {
@@ -84,33 +115,59 @@ impl Broker {
             );
             return Err(Refused::new(Fault::NeverFits, text).numbers(needed, capacity));
         }
-        let least = u64::from(want.least);
-        self.rest_unanswered();
-        if self.available(tenant, &cut).1 < least {
-            self.withdraw(tenant, &cut, least);
+        let (least, own) = (u64::from(want.least), want.promised);
+        let room = self.connection_room(client, &cut);
+        if room < least {
+            let text = format!(
+                "{least} blocks are needed, this connection may hold {room} more (limits.connection); close or trim sessions"
+            );
+            return Err(Refused::new(Fault::OverLimit, text).numbers(least, room));
         }
-        if self.available(tenant, &cut).0 < least {
-            self.make_room(tenant, &cut, least);
-            let (now, soon) = self.available(tenant, &cut);
-            if now < least && soon >= least {
-                return Ok(Granted::Later);
-            }
+        self.rest_unanswered();
+        if self.available(tenant, &cut, own).1 < least {
+            self.withdraw(tenant, &cut, own, least);
+        }
+        let mut emptied = BTreeSet::new();
+        if self.available(tenant, &cut, own).0 < least {
+            emptied = self.make_room(tenant, &cut, own, least);
+            let (now, soon) = self.available(tenant, &cut, own);
             if now < least {
+                for extent in emptied {
+                    self.state.pool.release_if_idle(extent);
+                }
+                if soon >= least || self.reclaim(want.priority, tenant, &cut, own, least) {
+                    return Ok(Granted::Later);
+                }
                 return Err(self.busy(tenant, &cut, least, now));
             }
         }
-        let mut taken = Vec::with_capacity(want.want as usize);
+        let taken = self.take(client, tenant, &cut, &want, room);
+        emptied.into_iter().for_each(|extent| _ = self.state.pool.release_if_idle(extent));
+        assert!(taken.len() as u64 >= least, "what was available has been taken");
+        self.state.counters.granted += taken.len() as u64;
+        Ok(Granted::Blocks(taken))
+    }
+
+    /// Takes what is there: all that presses, and beyond that what costs no extent and nobody has been promised.
+    fn take(&mut self, client: ClientId, tenant: Tenant, cut: &Cut, want: &Want, room: u64) -> Vec<Taken> {
+        let now = self.available(tenant, cut, want.promised).0.max(want.least.into());
+        let most = u64::from(want.want).min(now).min(room);
+        let clean = self.state.pool.clean_extents().saturating_sub(self.kept_for_others(tenant));
+        let elsewhere = self.promised_extents(tenant, Some(cut.format));
+        let budget = clean.min(self.may_get(tenant)).saturating_sub(elsewhere);
+        let before = self.state.pool.extents_of(tenant);
+        let mut taken = Vec::with_capacity(most as usize);
         let mut near = want.near;
         let mut descriptors = BTreeSet::new();
-        while taken.len() < want.want as usize {
+        while (taken.len() as u64) < most {
             let pressing = taken.len() < want.least as usize;
-            let may = self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant));
+            let adopted = self.state.pool.extents_of(tenant) - before;
             let take = Take {
                 tenant,
                 client,
-                cut,
+                cut: *cut,
                 near,
-                new_extents: if pressing { may } else { 0 },
+                new_extents: if pressing { budget.saturating_sub(adopted) } else { 0 },
                 new_descriptors: (MAX_FDS - descriptors.len()) as u32,
             };
             let Some(one) = self.state.pool.take(&take) else { break };
@@ -121,36 +178,206 @@ impl Broker {
             near = Some(one.block.place);
             taken.push(one);
         }
-        assert!(taken.len() as u64 >= least, "what was available has been taken");
-        self.state.counters.granted += taken.len() as u64;
         self.fresh_descriptors.extend(descriptors);
-        Ok(Granted::Blocks(taken))
+        taken
     }
 
-    /// Takes back extents in which nobody has a block in use, as many as are needed.
-    fn make_room(&mut self, tenant: Tenant, cut: &Cut, least: u64) {
-        let pool = &self.state.pool;
-        let is_own = |e: &ExtentId| pool.extents()[e].owned().is_some_and(|o| o.tenant == tenant);
-        // The tenant's own first: at its limit, nothing else helps.
-        let (own, others): (Vec<_>, Vec<_>) = pool.idle(tenant, cut.format).into_iter().partition(is_own);
-        let may = self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant) - own.len() as u32);
-        let idle = self.soon_there() + self.elastic_extents() + (own.len() + others.len()) as u32;
-        let reach = pool.free_places(tenant, cut.format) + u64::from(idle.min(may)) * u64::from(cut.slots);
-        if reach + self.asked_blocks(cut) < least {
-            // Nobody loses an extent for a request that is refused all the same.
-            return;
+    /// Blocks that the connection may still get by `limits.connection`.
+    fn connection_room(&self, client: ClientId, cut: &Cut) -> u64 {
+        let Some(most) = self.policy.bytes_per_connection else { return u64::MAX };
+        let state = &self.state;
+        let sessions = || self.client(client).sessions.iter().map(|id| &state.sessions[id]);
+        let slot = |s: &super::Session| state.formats[&s.format].cut.slot_bytes;
+        let credit = state.pool.credit_bytes(client);
+        let entries: u64 = sessions().map(|s| s.table.len() as u64 * slot(s)).sum();
+        let left = most.saturating_sub(credit + entries) / cut.slot_bytes;
+        if left >= MAX_BLOCKS as u64 {
+            return left;
         }
-        for extent in own.into_iter().chain(others) {
-            if self.available(tenant, cut).1 + self.asked_blocks(cut) >= least {
-                return;
+        // Near the bound it counts that several tables may hold one block.
+        let held: BTreeMap<Place, u64> =
+            sessions().flat_map(|s| s.table.iter().map(move |b| (b.place, slot(s)))).collect();
+        most.saturating_sub(credit + held.values().sum::<u64>()) / cut.slot_bytes
+    }
+
+    /// What an extent that nobody has a block in use of, cached ones apart, may be taken for: the tenant's own first,
+    /// then those of others, lowest priority first, as long as they own more than their reserve.
+    fn takeable(&self, tenant: Tenant, cut: &Cut, all: Vec<(Tenant, ExtentId)>) -> Vec<(Tenant, ExtentId)> {
+        let own = |t: &Tenant| *t == tenant;
+        let promised = |e: &ExtentId| {
+            let owned = self.state.pool.extents()[e].owned();
+            let gives_nothing = |o: &crate::pool::Owned| o.suspect == 0 || o.cached > 0;
+            owned.is_some_and(|o| gives_nothing(o) && self.promised(o.tenant, o.format) > 0)
+        };
+        let mut all: Vec<_> = all.into_iter().filter(|(_, e)| !promised(e)).collect();
+        // Stable: within a tenant the order stays.
+        all.sort_by_key(|(t, _)| (!own(t), self.state.tenancy.of(*t).priority, *t));
+        let mut left: BTreeMap<Tenant, u32> = BTreeMap::new();
+        all.retain(|(t, extent)| {
+            let usable = |o: &crate::pool::Owned| o.format == cut.format && o.suspect == 0;
+            if own(t) {
+                return !self.state.pool.extents()[extent].owned().is_some_and(usable);
             }
-            if self.heap.revokes() {
-                let holders = self.state.pool.seize(extent);
-                self.state.counters.seized += 1;
-                self.tell_to_give_back(extent, holders, 0);
-            } else {
-                self.ask_for(extent);
+            let left = left.entry(*t).or_insert_with(|| self.surplus(*t));
+            let some = *left > 0;
+            *left = left.saturating_sub(1);
+            some
+        });
+        all
+    }
+
+    /// Extents without a block in use that could be taken, and then those with nothing but blocks that may be evicted.
+    pub(super) fn candidates(
+        &self,
+        tenant: Tenant,
+        cut: &Cut,
+    ) -> (Vec<(Tenant, ExtentId)>, Vec<(Tenant, ExtentId)>) {
+        let pool = &self.state.pool;
+        let owner = |e: ExtentId| pool.extents()[&e].owned().map(|o| (o.tenant, e));
+        let idle: Vec<_> = pool.idle(tenant, cut.format).into_iter().filter_map(owner).collect();
+        let idle_first = idle.len();
+        let evictable = |(_, e): &(Tenant, ExtentId)| {
+            let evictable = self.state.prefixes.evictable_in(*e);
+            // Where nobody can be cut off, a block that may still be written waits until its writer says that it is not.
+            let free_to_go = |o: &crate::pool::Owned| o.suspect == 0 || self.heap.revokes();
+            pool.extents()[e].owned().is_some_and(|o| o.cached == evictable && free_to_go(o))
+        };
+        let cold = pool.tenants().flat_map(|t| pool.cold(t).map(move |e| (t, e))).filter(evictable);
+        let all: Vec<_> = idle.iter().copied().chain(cold).collect();
+        let idle: BTreeSet<ExtentId> = all[..idle_first].iter().map(|(_, e)| *e).collect();
+        self.takeable(tenant, cut, all).into_iter().partition(|(_, e)| idle.contains(e))
+    }
+
+    /// Takes back extents in which nobody has a block in use, and evicts cached blocks, as many as are needed; nothing
+    /// if all of that would not do. Returns extents that may have been emptied and are the tenant's still.
+    pub(super) fn make_room(
+        &mut self,
+        tenant: Tenant,
+        cut: &Cut,
+        own: u32,
+        least: u64,
+    ) -> BTreeSet<ExtentId> {
+        let (idle, cold) = self.candidates(tenant, cut);
+        if self.reach(tenant, cut, own, idle.iter().chain(&cold).map(|(_, e)| *e)) + self.asked_blocks(cut)
+            < least
+        {
+            // Nobody loses anything for a request that is refused all the same.
+            return BTreeSet::new();
+        }
+        let mut emptied = BTreeSet::new();
+        // Where holders must agree, the tenant's own blocks are there sooner.
+        if !self.heap.revokes() {
+            self.evict_own(tenant, cut, own, least, &mut emptied);
+            // And so is what no client has any more: there is nobody to ask.
+            let is_left = |(_, e): &&(Tenant, ExtentId)| self.state.pool.extents()[e].holders.is_empty();
+            let left: Vec<ExtentId> = cold.iter().filter(is_left).map(|(_, e)| *e).collect();
+            for extent in left {
+                if self.lacks(tenant, cut, own, least) == 0 {
+                    return emptied;
+                }
+                emptied.extend(self.evict_all_in(extent));
+                self.take_back(extent);
+                emptied.remove(&extent);
             }
+        }
+        for (_, extent) in idle {
+            if self.lacks(tenant, cut, own, least) == 0 {
+                return emptied;
+            }
+            self.take_back(extent);
+        }
+        if self.heap.revokes() {
+            self.evict_own(tenant, cut, own, least, &mut emptied);
+        }
+        for (_, extent) in cold {
+            if self.lacks(tenant, cut, own, least) == 0 {
+                break;
+            }
+            let left = self.state.pool.extents()[&extent].owned().is_none();
+            if left || (!self.heap.revokes() && self.asked_back.contains_key(&extent)) {
+                // Taken already, or nobody answered last time: what is in it would be evicted in vain.
+                continue;
+            }
+            emptied.extend(self.evict_all_in(extent));
+            self.take_back(extent);
+            emptied.remove(&extent);
+        }
+        emptied
+    }
+
+    /// Evicts as many of the tenant's own blocks as are missing, and notes their extents.
+    fn evict_own(
+        &mut self,
+        tenant: Tenant,
+        cut: &Cut,
+        own: u32,
+        least: u64,
+        emptied: &mut BTreeSet<ExtentId>,
+    ) {
+        let missing = least.saturating_sub(self.available(tenant, cut, own).1);
+        for _ in 0..missing.min(self.may_evict(tenant, cut, own)) {
+            let Some(block) = self.state.prefixes.evict(tenant, cut.format) else { break };
+            self.state.pool.evict(block.place);
+            emptied.insert(block.place.extent);
+        }
+    }
+
+    /// Blocks that the tenant could have if these extents were taken and all its cached blocks evicted.
+    pub(super) fn reach(
+        &self,
+        tenant: Tenant,
+        cut: &Cut,
+        own: u32,
+        extents: impl Iterator<Item = ExtentId>,
+    ) -> u64 {
+        let pool = &self.state.pool;
+        let (mut mine, mut all, mut counted) = (0, 0, 0);
+        for owned in extents.filter_map(|e| pool.extents()[&e].owned()) {
+            mine += u32::from(owned.tenant == tenant);
+            all += 1;
+            if (owned.tenant, owned.format) == (tenant, cut.format) {
+                counted += u64::from(owned.free + owned.cached);
+            }
+        }
+        let may = self.extent_limit(tenant).saturating_add(mine).saturating_sub(self.charged_extents(tenant));
+        let clean = (self.soon_there() + all).saturating_sub(self.kept_for_others(tenant));
+        let extents = clean.min(may).saturating_sub(self.promised_extents(tenant, Some(cut.format)));
+        let places = pool.free_places(tenant, cut.format) + self.state.prefixes.evictable(tenant, cut.format);
+        let places = places.saturating_sub(counted);
+        let promised = self.promised(tenant, cut.format) - u64::from(own);
+        (places + u64::from(extents) * u64::from(cut.slots)).saturating_sub(promised)
+    }
+
+    /// Blocks that are missing, with those that will be there if everybody gives back what is asked for.
+    fn lacks(&self, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> u64 {
+        let (now, soon) = self.available(tenant, cut, own);
+        least.saturating_sub(now.max(soon + self.asked_blocks(cut)))
+    }
+
+    /// Evicts all blocks of an extent, with what continues them, and drops what lost sessions left there. Returns the
+    /// extents that were touched.
+    pub(super) fn evict_all_in(&mut self, extent: ExtentId) -> BTreeSet<ExtentId> {
+        let mut touched = BTreeSet::new();
+        let Some(owned) = self.state.pool.extents()[&extent].owned() else { return touched };
+        let slots = owned.slots.len() as u32;
+        for place in (0..slots).map(|slot| Place { extent, slot }) {
+            for block in self.state.prefixes.evict_at(place) {
+                self.state.pool.evict(block.place);
+                touched.insert(block.place.extent);
+            }
+        }
+        touched
+    }
+
+    /// Takes an extent without a block in use, or asks for it where the kernel does not let it be taken.
+    pub(super) fn take_back(&mut self, extent: ExtentId) {
+        if self.heap.revokes() {
+            self.state.pool.drop_suspects(extent);
+            let holders = self.state.pool.seize(extent);
+            self.state.counters.seized += 1;
+            self.tell_to_give_back(extent, holders, 0);
+        } else if self.state.pool.release_if_idle(extent).is_none() {
+            self.ask_for(extent);
         }
     }
 

@@ -17,10 +17,10 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-use super::{Broker, Job};
+use super::{Broker, Job, OVERFLOW_UID};
 use crate::heap::{Backend, Buffer};
-use crate::id::{ExtentId, Tenant};
-use crate::pool::Use;
+use crate::id::{ExtentId, FormatId, Tenant};
+use crate::pool::{Cut, Use};
 use crate::size::Size;
 
 /// How long a hold may wait for extents: clients that are asked for theirs have two seconds to answer, and the worker
@@ -28,6 +28,10 @@ use crate::size::Size;
 pub(super) const PATIENCE: Duration = Duration::from_secs(4);
 /// Holds at one time.
 const MOST_HOLDS: usize = 16;
+
+/// A tenant that owns nothing, and a geometry that nobody has: for whom a loan is.
+const NOBODY: Tenant = Tenant(OVERFLOW_UID);
+const NO_CUT: Cut = Cut { format: FormatId(0), slot_bytes: 0, slots: 0 };
 
 /// Why memory goes back to the kernel.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -210,17 +214,21 @@ impl Broker {
 
     /// Clean extents that nobody is guaranteed.
     pub(super) fn spare(&self) -> u32 {
-        self.state.pool.clean_extents()
+        self.state.pool.clean_extents().saturating_sub(self.kept_for_others(NOBODY))
     }
 
-    /// Extents of tenants that have no block in use, and that can be taken or asked for.
-    fn takeable(&self) -> Vec<ExtentId> {
-        self.state.pool.vacant().map(|(id, _)| id).collect()
+    /// Extents of tenants that have no block in use, and then those with nothing but cached blocks: what may be taken, or
+    /// asked for, without touching a reserve or a promise.
+    fn takeable_extents(&self) -> Vec<ExtentId> {
+        let (idle, cold) = self.candidates(NOBODY, &NO_CUT);
+        let may = |e: &ExtentId| self.heap.revokes() || !self.asked_back.contains_key(e);
+        idle.into_iter().chain(cold).map(|(_, extent)| extent).filter(may).collect()
     }
 
     /// Extents that could be lent, at once or once they have been emptied and renewed.
     fn lendable(&self) -> u32 {
-        let there = self.spare() + self.state.pool.soon_clean() + self.takeable().len() as u32;
+        let clean = self.state.pool.clean_extents() + self.state.pool.soon_clean();
+        let there = clean.saturating_sub(self.kept_for_others(NOBODY)) + self.takeable_extents().len() as u32;
         there.saturating_sub(self.owed_to_holds())
     }
 
@@ -251,22 +259,20 @@ impl Broker {
         Some(extent)
     }
 
-    /// Takes extents without a block in use from tenants, or asks for them, as many as holds lack beyond what comes anyway.
+    /// Takes from tenants what they do not use, or asks for it, as many extents as holds lack beyond what comes anyway.
     fn empty_for_holds(&mut self) {
-        let coming = self.state.pool.soon_clean();
+        let pool = &self.state.pool;
+        let coming = (pool.clean_extents() + pool.soon_clean()).saturating_sub(self.kept_for_others(NOBODY));
         let lacking = self.owed_to_holds().saturating_sub(coming) as usize;
-        let mut got = self.asked_extents();
-        for extent in self.takeable() {
-            if got >= lacking {
-                return;
+        for extent in self.takeable_extents().into_iter().take(lacking) {
+            if self.state.pool.extents()[&extent].owned().is_none() {
+                // Emptied with another one, whose blocks its own continued.
+                continue;
             }
-            if self.heap.revokes() {
-                let holders = self.state.pool.seize(extent);
-                self.state.counters.seized += 1;
-                self.tell_to_give_back(extent, holders, 0);
-                got += 1;
-            } else if self.ask_for(extent) {
-                got += 1;
+            let touched = self.evict_all_in(extent);
+            self.take_back(extent);
+            for other in touched.into_iter().filter(|e| *e != extent) {
+                self.state.pool.release_if_idle(other);
             }
         }
     }
@@ -347,26 +353,28 @@ impl Broker {
     /// Where the pool's extents are, in numbers, for whoever cannot have as many.
     fn whereabouts(&self) -> String {
         let pool = &self.state.pool;
-        let vacant: BTreeMap<Tenant, u32> = pool.vacant().fold(BTreeMap::new(), |mut count, (_, o)| {
-            *count.entry(o.tenant).or_default() += 1;
-            count
-        });
         let mut text = format!("of the pool's {} extents", self.state.wanted_extents);
         let mut say = |n: u32, what: &str| {
             if n > 0 {
                 let _ = write!(text, " {n} are {what},");
             }
         };
-        say(pool.clean_extents() + pool.soon_clean(), "free");
+        let free = pool.clean_extents() + pool.soon_clean();
+        let kept = free.min(self.kept_for_others(NOBODY));
+        say(free - kept, "free");
+        say(kept, "free and kept for what tenants are guaranteed");
         say(self.owed_to_holds(), "free, or about to be, for other holds");
-        let mut owned: BTreeMap<Tenant, u32> = BTreeMap::new();
+        let mut owned: BTreeMap<Tenant, [u32; 3]> = BTreeMap::new();
         for o in pool.extents().values().filter_map(|e| e.owned()) {
-            *owned.entry(o.tenant).or_default() += 1;
+            let slots = o.slots.len() as u32;
+            let how =
+                usize::from(o.free == slots) + 2 * usize::from(o.free < slots && o.free + o.cached == slots);
+            owned.entry(o.tenant).or_default()[how] += 1;
         }
-        for (tenant, extents) in owned {
-            let empty = vacant.get(&tenant).copied().unwrap_or(0);
-            say(extents - empty, &format!("in use by uid {}", tenant.0));
+        for (tenant, [used, empty, cached]) in owned {
+            say(used, &format!("in use by uid {}", tenant.0));
             say(empty, &format!("kept by uid {} without a block in use", tenant.0));
+            say(cached, &format!("of uid {} with nothing but cached prefixes", tenant.0));
         }
         say(pool.quarantined(), "in quarantine");
         let elastic = self.lent.elastic.len() as u32;

@@ -8,6 +8,7 @@
 //! - what a client says about blocks is a claim, checked against the pool before anything changes;
 //! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
 
+mod admission;
 mod consent;
 mod elastic;
 mod grant;
@@ -19,6 +20,7 @@ mod quarantine;
 mod record;
 mod report;
 mod session;
+pub mod tenant;
 mod verbs;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
@@ -29,13 +31,15 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 pub use lent::{Borrower, HoldError, HoldId, HoldProgress, HoldReport};
-pub use prefix::PrefixStats;
+pub use prefix::{Eviction, PrefixStats};
 pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
 pub use report::{
-    CountReport, ExtentReport, LedgerReport, MapReport, PoolReport, PoolWaste, SessionReport, StatusReport,
+    CountReport, ExtentReport, LedgerReport, MapReport, PinReport, PoolReport, PoolWaste, SessionReport,
+    StatusReport,
 };
 pub use session::Session;
+pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
 
 use crate::heap::{Buffer, Heap, HeapError, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
@@ -61,10 +65,18 @@ pub struct Policy {
     pub sessions_per_connection: u32,
     /// Geometries that one connection may register.
     pub profiles_per_connection: u32,
-    /// Extents that a tenant may own; `None` for as many as there are.
-    pub extents_per_tenant: Option<u32>,
-    /// The same for single tenants.
-    pub extents_of: BTreeMap<Tenant, u32>,
+    /// Bytes of blocks that one connection may hold, shared ones included; `None` for no bound but the tenant's.
+    pub bytes_per_connection: Option<u64>,
+    /// What a tenant gets of which nothing is said. Its reserve is 0.
+    pub usual_tenant: TenantPolicy,
+    /// What single tenants get. These are the numbers at the start: operators may change them.
+    pub tenants: BTreeMap<Tenant, TenantPolicy>,
+    /// Which cached prefixes go first.
+    pub eviction: Eviction,
+    /// Bytes of prefixes that are kept although nobody holds them; `None` for as many as there is room for.
+    pub cache_bytes: Option<u64>,
+    /// Milliseconds that a session gets to make room for one of higher priority.
+    pub reclaim_ms: u32,
     /// Zero a block at every grant, not only when it comes from another process.
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
@@ -73,6 +85,8 @@ pub struct Policy {
     pub elastic: bool,
     /// As long as more extents than these are there.
     pub floor_extents: u32,
+    /// Check every invariant after every change. On in debug builds.
+    pub audit: bool,
 }
 
 impl Default for Policy {
@@ -82,12 +96,17 @@ impl Default for Policy {
             connections_per_tenant: 64,
             sessions_per_connection: 256,
             profiles_per_connection: 16,
-            extents_per_tenant: None,
-            extents_of: BTreeMap::new(),
+            bytes_per_connection: None,
+            usual_tenant: TenantPolicy::default(),
+            tenants: BTreeMap::new(),
+            eviction: Eviction::default(),
+            cache_bytes: None,
+            reclaim_ms: 2000,
             scrub_always: false,
             one_block_per_extent: false,
             elastic: false,
             floor_extents: 0,
+            audit: cfg!(debug_assertions),
         }
     }
 }
@@ -276,6 +295,8 @@ struct Client {
     greeted: bool,
     formats: BTreeSet<FormatId>,
     sessions: BTreeSet<SessionId>,
+    /// Sessions that ended without its doing, until it agrees: with the blocks that it may still write.
+    lost: BTreeMap<SessionId, Vec<BlockId>>,
 }
 
 /// One geometry that clients have registered.
@@ -308,6 +329,10 @@ pub struct Counters {
     pub pressed: u64,
     /// Extents that went back to the kernel over it.
     pub given_back: u64,
+    /// Sessions asked to make room for one of higher priority.
+    pub reclaims: u64,
+    /// Of these, those that did not in time, and were ended.
+    pub sessions_lost: u64,
 }
 
 /// Everything that decides, in a form that can be written down and rebuilt.
@@ -321,6 +346,9 @@ struct State {
     next_session: u64,
     sessions: BTreeMap<SessionId, Session>,
     prefixes: prefix::Prefixes,
+    tenancy: tenant::Tenancy,
+    /// Blocks that have been promised to sessions and not been granted yet.
+    promises: BTreeMap<(Tenant, FormatId), u64>,
     /// Extents that the pool was to have.
     wanted_extents: u32,
     /// Whom the descriptor of each extent went to last.
@@ -360,6 +388,10 @@ pub struct Broker {
     outbox: VecDeque<Output>,
     jobs: VecDeque<Job>,
     waiting: BTreeMap<ClientId, Waiting>,
+    /// Sessions that were asked to make room, and when their time is up.
+    reclaims: BTreeMap<SessionId, std::time::Instant>,
+    /// A session that was asked to make room has ended: who waits is to be tried again.
+    stirred: bool,
     asked_back: BTreeMap<ExtentId, consent::Asked>,
     absent: quarantine::Absent,
     lent: lent::Lent,
@@ -405,7 +437,13 @@ impl Broker {
             clients: BTreeMap::new(),
             next_session: 1,
             sessions: BTreeMap::new(),
-            prefixes: prefix::Prefixes::default(),
+            prefixes: prefix::Prefixes::new(policy.eviction),
+            tenancy: tenant::Tenancy {
+                revision: 1,
+                usual: policy.usual_tenant,
+                named: policy.tenants.clone(),
+            },
+            promises: BTreeMap::new(),
             wanted_extents: 0,
             last_granted: BTreeMap::new(),
             counters: Counters::default(),
@@ -422,6 +460,8 @@ impl Broker {
             outbox: VecDeque::new(),
             jobs: VecDeque::new(),
             waiting: BTreeMap::new(),
+            reclaims: BTreeMap::new(),
+            stirred: false,
             asked_back: BTreeMap::new(),
             absent: quarantine::Absent::new(),
             lent: lent::Lent::default(),
@@ -479,6 +519,7 @@ impl Broker {
             greeted: false,
             formats: BTreeSet::new(),
             sessions: BTreeSet::new(),
+            lost: BTreeMap::new(),
         };
         self.state.clients.insert(id, client);
         Ok(id)
@@ -490,6 +531,9 @@ impl Broker {
         self.waiting.remove(&id);
         for session in client.sessions {
             self.end_session(session);
+        }
+        for blocks in client.lost.into_values() {
+            self.free_suspects(id, blocks);
         }
         for block in self.state.pool.credit_of(id) {
             let freed = self.state.pool.free_credit(block, id);
@@ -662,13 +706,17 @@ impl Broker {
 
     /// After every change: extents that were somebody's go to the worker; debug builds check every invariant.
     fn settle(&mut self) {
+        if std::mem::take(&mut self.stirred) {
+            self.retry();
+        }
+        self.shrink_cache();
         while let Some(extent) = self.state.pool.begin_renewal() {
             let (old, bytes) = (self.buffers.remove(&extent), self.state.pool.extent_bytes());
             self.asked_back.remove(&extent);
             self.jobs.push_back(Job::Renew { extent, old, bytes });
         }
         self.recall_for_waiting();
-        if cfg!(debug_assertions) {
+        if self.policy.audit {
             self.check();
         }
     }
@@ -734,6 +782,19 @@ impl Broker {
                 other => return Err(format!("the prefix index names {block}: {other:?}, pinned {pinned}")),
             }
         }
+        prefixes.check()?;
+        for (name, block, _, _) in prefixes.iter() {
+            let cached = pool.slot(block.place).is_some_and(|s| s.block.is_cached());
+            if cached != prefixes.is_idle(name) {
+                return Err(format!("{block} is cached: {cached}, by the index {}", !cached));
+            }
+        }
+        let cached: u64 =
+            pool.extents().values().filter_map(|e| e.owned()).map(|o| u64::from(o.cached)).sum();
+        if prefixes.iter().filter(|(name, ..)| prefixes.is_idle(name)).count() as u64 != cached {
+            return Err(format!("{cached} blocks are cached that nobody can find"));
+        }
+        self.check_promises()?;
         let absent = (pool.renewing() + pool.quarantined()) as usize;
         if self.buffers.len() + absent + pool.lent() as usize != pool.extents().len() {
             return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
@@ -754,6 +815,8 @@ impl Broker {
     }
 
     fn end_session(&mut self, id: SessionId) {
+        self.end_promise(id);
+        self.stirred |= self.reclaims.remove(&id).is_some();
         let Some(session) = self.state.sessions.remove(&id) else { return };
         if let Some(client) = self.state.clients.get_mut(&session.client) {
             client.sessions.remove(&id);
@@ -764,18 +827,42 @@ impl Broker {
         }
     }
 
-    /// A block leaves a table.
+    /// A block leaves a table. A published one that nobody holds any more is cached.
     fn let_go(&mut self, block: BlockId, to_credit: Option<ClientId>) -> Dropped {
-        let dropped = self.state.pool.drop_ref(block.place, to_credit);
-        if dropped == Dropped::Freed {
-            self.freed(block);
+        let keep = self.state.prefixes.is_published(block.place);
+        let dropped = self.state.pool.drop_ref(block.place, to_credit, keep);
+        match dropped {
+            Dropped::Freed => self.freed(block),
+            Dropped::Cached => _ = self.state.prefixes.let_go(block.place),
+            Dropped::Kept | Dropped::Credit => {}
         }
         dropped
+    }
+
+    /// A block enters one more table.
+    fn share(&mut self, block: BlockId) {
+        self.state.pool.share(block.place);
+        self.state.prefixes.hold(block.place);
     }
 
     fn freed(&mut self, block: BlockId) {
         self.state.prefixes.forget(block.place);
         self.state.pool.release_if_idle(block.place.extent);
+    }
+
+    /// Keeps the cache within its bound.
+    fn shrink_cache(&mut self) {
+        let Some(most) = self.policy.cache_bytes else { return };
+        while self.state.pool.ledger()[Account::Cached] > most {
+            let Some(block) = self.state.prefixes.evict_any() else { return };
+            self.state.pool.evict(block.place);
+            self.state.pool.release_if_idle(block.place.extent);
+        }
+    }
+
+    /// What of prefixes is known.
+    pub fn prefix_stats(&self) -> PrefixStats {
+        self.state.prefixes.stats()
     }
 
     /// Where every byte of the pool is.

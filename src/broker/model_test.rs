@@ -2,7 +2,7 @@
 //!
 //! The model knows nothing of pools, ledgers or indices: it remembers which blocks each client was told it has, what
 //! each session's table must be, and which token sequences were sealed. From that it says for every request what must
-//! come of it. Requests are real messages, wrong ones among them; the worker's jobs are run late and in no fixed
+//! come of it; which cached block is evicted is the broker's choice, how many and whether it may is not. Requests are real messages, wrong ones among them; the worker's jobs are run late and in no fixed
 //! rhythm; now and then the broker is replaced by one that was read back from its own record. Half of the cases run over
 //! a heap that can take memory from its holders, half over one that must ask for it, whose buffers somebody may hold on
 //! to; both may be without memory.
@@ -14,17 +14,21 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
-use super::{Broker, Done, Job, Output, Peer, Policy, Waiting};
+use super::tenant::USUAL_PRIORITY;
+use super::{Broker, Done, Job, LimitChange, Outcome, Output, Peer, Policy, TenantPolicy, Waiting};
 use crate::heap::{Backend, Buffer, Heap, HeapError, Held, Imaginary, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, Place, Tenant};
 use crate::map::page_bytes;
 use crate::profile::{Group, Layer, Layout, Profile};
-use crate::wire::{self, Event, Fault, Reader, Verb, Writer};
+use crate::wire::{self, Event, Fault, Reader, Verb, Verdict, Writer};
 
 const EXTENTS: u32 = 6;
 const PAGES: u64 = 4;
-/// The tenant with a limit, and its limit in extents.
+/// The tenant with a limit, and its limit in extents; the one with a reserve.
 const LIMITED: (u32, u32) = (1002, 2);
+const RESERVED: (u32, u32) = (1001, 1);
+/// Bytes that a tenant may pin, in pages.
+const PINNED: u64 = 6;
 
 /// Geometries: tokens per block, slots per extent.
 const FORMATS: [(u32, u32); 3] = [(2, 4), (4, 1), (1, 4)];
@@ -111,7 +115,8 @@ struct Report {
 
 #[derive(Debug, Clone)]
 enum Ask {
-    Open { format: usize, max_tokens: u64 },
+    Open { format: usize, max_tokens: u64, priority: u32 },
+    Admit { tokens: u64, evict: bool },
     Reserve { format: usize, want: u32 },
     Grow { report: Report, want: u32, least: u32 },
     Trim { report: Report, tokens: u64, head: u32, release: bool },
@@ -143,6 +148,11 @@ enum Must {
         blocks: Vec<(BlockId, u32)>,
     },
     Session,
+    Verdict {
+        verdict: Verdict,
+        promised: u32,
+        blocks: u64,
+    },
     Count {
         blocks: u32,
         duplicates: u32,
@@ -167,6 +177,9 @@ struct Sequence {
     tokens: u64,
     head: u32,
     table: Vec<BlockId>,
+    priority: u8,
+    promised: u64,
+    admitted: u64,
     /// Names of the sealed blocks from the start.
     names: Vec<Name>,
 }
@@ -187,6 +200,16 @@ struct Life {
     /// Chains that were pinned and go through it.
     pins: BTreeSet<Name>,
     published: Option<Name>,
+    /// Its session was ended, and this client may still write there.
+    suspect: Option<u64>,
+}
+
+/// What a tenant gets.
+#[derive(Debug, Clone, Copy)]
+struct Terms {
+    reserve: u64,
+    limit: u64,
+    priority: u8,
 }
 
 #[derive(Debug, Clone)]
@@ -212,6 +235,14 @@ struct Model {
     clean: u64,
     renewing: u64,
     waiters: BTreeMap<u64, Waiter>,
+    terms: BTreeMap<u32, Terms>,
+    revision: u64,
+    /// Sessions that were asked to make room, and until when.
+    wanted: BTreeMap<u64, Instant>,
+    /// By client: sessions that were ended, and the blocks that may still be written.
+    lost: BTreeMap<(u64, u64), Vec<BlockId>>,
+    /// Evictions that the last request may have made: of the tenant's own, and whether whole extents too.
+    evictions: (u64, bool),
     /// The heap can take memory from its holders.
     revokes: bool,
     /// Extents that are asked back, and until when.
@@ -236,8 +267,12 @@ impl Model {
         self.lives.keys().filter(|b| b.place.extent == extent).count() as u64
     }
 
-    fn limit(uid: u32) -> u64 {
-        if uid == LIMITED.0 { LIMITED.1.into() } else { u64::MAX }
+    fn terms(&self, uid: u32) -> Terms {
+        self.terms.get(&uid).copied().unwrap_or(Terms {
+            reserve: 0,
+            limit: u64::MAX,
+            priority: USUAL_PRIORITY,
+        })
     }
 
     fn extents(&self) -> u64 {
@@ -245,13 +280,18 @@ impl Model {
     }
 
     fn capacity(&self, uid: u32, format: usize) -> u64 {
-        self.extents().min(Model::limit(uid)) * u64::from(FORMATS[format].1)
+        let reserved: u64 = self.terms.iter().filter(|(u, _)| **u != uid).map(|(_, t)| t.reserve).sum();
+        self.extents().saturating_sub(reserved).min(self.terms(uid).limit) * u64::from(FORMATS[format].1)
+    }
+
+    fn owned_by(&self, uid: u32) -> u64 {
+        self.owned.values().filter(|o| o.0 == uid).count() as u64
     }
 
     /// Extents that count against the tenant's limit.
-    fn owned_by(&self, uid: u32) -> u64 {
+    fn charged_by(&self, uid: u32) -> u64 {
         let kept = self.quarantined.iter().filter(|e| self.was.get(e) == Some(&uid)).count();
-        (self.owned.values().filter(|o| o.0 == uid).count() + kept) as u64
+        self.owned_by(uid) + kept as u64
     }
 
     fn free_places(&self, uid: u32, format: usize) -> u64 {
@@ -260,38 +300,280 @@ impl Model {
         mine.map(|(e, _)| u64::from(FORMATS[format].1) - self.in_use(*e)).sum()
     }
 
+    fn is_cached(&self, block: BlockId) -> bool {
+        let life = &self.lives[&block];
+        life.published.is_some() && life.pins.is_empty() && self.refs(block) == 0
+    }
+
+    /// Whether a block and all that continues it is held by nobody.
+    fn is_evictable(&self, block: BlockId) -> bool {
+        let name = self.lives[&block].published.as_ref().unwrap();
+        let continues = |n: &Name| (n.0, n.1) == (name.0, name.1) && n.2.starts_with(&name.2);
+        // A chain may have a hole: what is behind it continues nothing that can be found.
+        let all: Vec<_> = self.lives.iter().filter_map(|(b, l)| Some((*b, l.published.as_ref()?))).collect();
+        let mut reached = BTreeSet::from([name.2.len()]);
+        let mut below: Vec<_> = all.into_iter().filter(|(_, n)| continues(n)).collect();
+        below.sort_by_key(|(_, n)| n.2.len());
+        let per_block = FORMATS[name.1].0 as usize;
+        let mut chain: BTreeSet<Vec<u32>> = BTreeSet::from([name.2.clone()]);
+        for (b, n) in below {
+            if n.2 != name.2 && !chain.contains(&n.2[..n.2.len() - per_block]) {
+                continue;
+            }
+            chain.insert(n.2.clone());
+            reached.insert(n.2.len());
+            if !self.is_cached(b) {
+                return false;
+            }
+        }
+        true
+    }
+
+    fn evictable(&self, uid: u32, format: usize) -> u64 {
+        let mine = |l: &Life| l.published.as_ref().is_some_and(|n| (n.0, n.1) == (uid, format));
+        let mine = self.lives.iter().filter(|(_, l)| mine(l));
+        mine.filter(|(b, _)| self.is_evictable(**b)).count() as u64
+    }
+
+    fn promised(&self, uid: u32, format: usize) -> u64 {
+        let mine = self.sessions.values().filter(|s| (self.clients[&s.client].0, s.format) == (uid, format));
+        mine.map(|s| s.promised).sum()
+    }
+
+    fn promised_extents(&self, uid: u32, except: Option<usize>) -> u64 {
+        let needed = |f: usize| {
+            let places = self.free_places(uid, f) + self.evictable(uid, f);
+            self.promised(uid, f).saturating_sub(places).div_ceil(FORMATS[f].1.into())
+        };
+        (0..FORMATS.len()).filter(|f| Some(*f) != except && self.promised(uid, *f) > 0).map(needed).sum()
+    }
+
+    fn kept_for_others(&self, uid: u32) -> u64 {
+        let unmet = |u: &u32| {
+            self.terms(*u).reserve.saturating_sub(self.owned_by(*u)).max(self.promised_extents(*u, None))
+        };
+        [1000, 1001, 1002].iter().filter(|u| **u != uid).map(unmet).sum()
+    }
+
+    /// Blocks that can be had now, and once the worker is done: with `mine` and `theirs` extents more, `evicted` blocks
+    /// evicted and `without` places fewer.
+    fn room(
+        &self,
+        uid: u32,
+        format: usize,
+        own: u64,
+        (mine, theirs): (u64, u64),
+        evicted: u64,
+    ) -> (u64, u64) {
+        let may = (self.terms(uid).limit).saturating_add(mine).saturating_sub(self.charged_by(uid));
+        let (kept, elsewhere) = (self.kept_for_others(uid), self.promised_extents(uid, Some(format)));
+        let promised =
+            (self.promised(uid, format) - own).saturating_sub(self.evictable(uid, format) - evicted);
+        let blocks = |clean: u64| {
+            let extents = clean.saturating_sub(kept).min(may).saturating_sub(elsewhere);
+            let places = self.free_places(uid, format) + evicted + extents * u64::from(FORMATS[format].1);
+            places.saturating_sub(promised)
+        };
+        (blocks(self.clean), blocks(self.clean + self.renewing + mine + theirs))
+    }
+
+    /// Extents that may be taken for somebody, and whose they are: those without a block in use, and those with nothing
+    /// but blocks that may be evicted.
+    fn takeable(&self, uid: u32, format: usize) -> (Vec<(u32, ExtentId)>, Vec<(u32, ExtentId)>) {
+        let (mut idle, mut cold) = (Vec::new(), Vec::new());
+        let mut left: BTreeMap<u32, u64> = BTreeMap::new();
+        for whole in [true, false] {
+            for (extent, (owner, f, _)) in &self.owned {
+                let used: Vec<_> = self.lives.iter().filter(|(b, _)| b.place.extent == *extent).collect();
+                let suspect = used.iter().filter(|(_, l)| l.suspect.is_some()).count();
+                let cached =
+                    used.iter().filter(|(b, l)| l.suspect.is_none() && self.published_of(**b)).count();
+                let may_go = |(b, l): &&(&BlockId, &Life)| {
+                    l.suspect.is_some() || (self.published_of(**b) && self.is_evictable(**b))
+                };
+                if self.asked.contains_key(extent) || (!self.revokes && suspect > 0) {
+                    continue;
+                }
+                if used.is_empty() != whole || !used.iter().all(|u| may_go(&u)) {
+                    continue;
+                }
+                if (suspect == 0 || cached > 0) && self.promised(*owner, *f) > 0 {
+                    continue;
+                }
+                if *owner == uid {
+                    if *f == format && suspect == 0 {
+                        continue;
+                    }
+                } else {
+                    let surplus = self.owned_by(*owner).saturating_sub(self.terms(*owner).reserve);
+                    let left = left.entry(*owner).or_insert(surplus);
+                    if *left == 0 {
+                        continue;
+                    }
+                    *left -= 1;
+                }
+                if whole { idle.push((*owner, *extent)) } else { cold.push((*owner, *extent)) }
+            }
+        }
+        idle.sort_by_key(|(owner, _)| *owner != uid);
+        cold.sort_by_key(|(owner, _)| *owner != uid);
+        (idle, cold)
+    }
+
+    fn published_of(&self, block: BlockId) -> bool {
+        self.lives[&block].published.is_some()
+    }
+
+    /// Places of extents that are the asker's own in its format: they are counted as places already.
+    fn counted(&self, uid: u32, format: usize, extents: &[(u32, ExtentId)]) -> u64 {
+        let own = extents.iter().filter(|(_, e)| (self.owned[e].0, self.owned[e].1) == (uid, format));
+        let stays = |e: ExtentId| {
+            self.lives.iter().filter(|(b, l)| b.place.extent == e && !self.may_count(**b, l)).count() as u64
+        };
+        own.map(|(_, e)| u64::from(FORMATS[format].1) - stays(*e)).sum()
+    }
+
+    fn may_count(&self, block: BlockId, life: &Life) -> bool {
+        life.published.is_some() && life.suspect.is_none() && self.is_cached(block)
+    }
+
+    fn reach(&self, uid: u32, format: usize, own: u64, extents: &[(u32, ExtentId)]) -> u64 {
+        let mine = extents.iter().filter(|(o, _)| *o == uid).count() as u64;
+        let may = (self.terms(uid).limit).saturating_add(mine).saturating_sub(self.charged_by(uid));
+        let clean =
+            (self.clean + self.renewing + extents.len() as u64).saturating_sub(self.kept_for_others(uid));
+        let extents_got = clean.min(may).saturating_sub(self.promised_extents(uid, Some(format)));
+        let places = (self.free_places(uid, format) + self.evictable(uid, format))
+            .saturating_sub(self.counted(uid, format, extents));
+        let promised = self.promised(uid, format) - own;
+        (places + extents_got * u64::from(FORMATS[format].1)).saturating_sub(promised)
+    }
+
+    /// What can be had by taking back and evicting as much as it needs: now, and soon.
+    fn make_room(&mut self, uid: u32, format: usize, own: u64, least: u64) -> (u64, u64) {
+        let (idle, cold) = self.takeable(uid, format);
+        let all: Vec<_> = idle.iter().chain(&cold).copied().collect();
+        let asked = self.asked.len() as u64 * u64::from(FORMATS[format].1);
+        if self.reach(uid, format, own, &all) + asked < least {
+            return self.room(uid, format, own, (0, 0), 0);
+        }
+        let (mut mine, mut theirs, mut evicted) = (0, 0, 0);
+        if !self.revokes {
+            // What others hold comes when they agree.
+            let may_evict = self.evictable(uid, format).saturating_sub(self.promised(uid, format) - own);
+            let missing = least.saturating_sub(self.room(uid, format, own, (0, 0), 0).1);
+            self.evictions = (missing.min(may_evict), true);
+            // But for what no client has any more: there is nobody to ask.
+            for (owner, _) in cold.iter().filter(|(_, e)| self.owned[e].2.is_empty()) {
+                if self.room(uid, format, own, (mine, theirs), self.evictions.0).1 + asked >= least {
+                    break;
+                }
+                if *owner == uid { mine += 1 } else { theirs += 1 }
+            }
+            return self.room(uid, format, own, (mine, theirs), self.evictions.0);
+        }
+        for (owner, _) in idle {
+            if self.room(uid, format, own, (mine, theirs), 0).1 >= least {
+                break;
+            }
+            if owner == uid { mine += 1 } else { theirs += 1 }
+        }
+        let may_evict = self.evictable(uid, format).saturating_sub(self.promised(uid, format) - own);
+        let lacks = least.saturating_sub(self.room(uid, format, own, (mine, theirs), 0).1);
+        evicted += lacks.min(may_evict);
+        let mut lost_places = 0;
+        let mut whole = false;
+        for (owner, extent) in cold {
+            let (now, soon) = self.room(uid, format, own, (mine, theirs), evicted);
+            if now.max(soon) >= least + lost_places {
+                break;
+            }
+            whole = true;
+            lost_places += self.counted(uid, format, &[(owner, extent)]);
+            if owner == uid { mine += 1 } else { theirs += 1 }
+        }
+        self.evictions = (evicted, whole);
+        let (now, soon) = self.room(uid, format, own, (mine, theirs), evicted);
+        (now.saturating_sub(lost_places), soon.saturating_sub(lost_places))
+    }
+
+    /// Sessions of lower priority are asked to make room, if that would do.
+    fn reclaim(&mut self, priority: u8, uid: u32, format: usize, own: u64, least: u64) -> bool {
+        let lower = self.sessions.iter().filter(|(_, s)| s.priority < priority && !s.table.is_empty());
+        let mut victims: Vec<_> = lower
+            .map(|(id, s)| (!self.wanted.contains_key(id), s.priority, std::cmp::Reverse(*id)))
+            .collect();
+        victims.sort_unstable();
+        if self.reach(uid, format, own, &self.emptied_without(uid, format, &[])) >= least {
+            return false;
+        }
+        let mut going: Vec<u64> = Vec::new();
+        for (_, _, std::cmp::Reverse(id)) in victims {
+            going.push(id);
+            if self.reach(uid, format, own, &self.emptied_without(uid, format, &going)) >= least {
+                let until = self.now.unwrap() + Duration::from_millis(policy().reclaim_ms.into());
+                going.iter().for_each(|id| _ = self.wanted.entry(*id).or_insert(until));
+                return true;
+            }
+        }
+        false
+    }
+
+    fn emptied_without(&self, uid: u32, format: usize, going: &[u64]) -> Vec<(u32, ExtentId)> {
+        let mut left: BTreeMap<u32, u64> = BTreeMap::new();
+        let mut out = Vec::new();
+        for (extent, (owner, f, _)) in &self.owned {
+            let used: Vec<_> = self.lives.iter().filter(|(b, _)| b.place.extent == *extent).collect();
+            let stands = |b: BlockId| {
+                let held =
+                    self.sessions.iter().filter(|(id, _)| going.contains(id)).flat_map(|(_, s)| &s.table);
+                held.filter(|x| **x == b).count() == self.refs(b)
+            };
+            let goes = |(b, l): &(&BlockId, &Life)| {
+                l.suspect.is_some() || (l.credit.is_none() && l.pins.is_empty() && stands(**b))
+            };
+            let usable = (*owner, *f) == (uid, format)
+                && used.iter().all(|(b, l)| l.suspect.is_none() && self.may_count(**b, l));
+            if usable || !used.iter().all(goes) {
+                continue;
+            }
+            let surplus = self.owned_by(*owner).saturating_sub(self.terms(*owner).reserve);
+            let left = left.entry(*owner).or_insert(surplus);
+            if *owner == uid || *left > 0 {
+                *left = left.saturating_sub(1);
+                out.push((*owner, *extent));
+            }
+        }
+        out
+    }
+
     /// Requests that nobody answered in time rest; those to `uid` itself are withdrawn if that serves it and nothing else
     /// does, as many as it takes.
-    fn withdraw(&mut self, uid: u32, format: usize, least: u64) {
+    fn withdraw(&mut self, uid: u32, format: usize, own_promise: u64, least: u64) {
         let now = self.now;
         self.asked.retain(|_, until| Some(*until) > now);
         let slots = u64::from(FORMATS[format].1);
-        let may = Model::limit(uid).saturating_sub(self.owned_by(uid));
-        let have = |m: &Model, extents: u64| m.free_places(uid, format) + extents.min(may) * slots;
-        if have(self, self.clean + self.renewing) >= least {
+        let have = |m: &Model| m.room(uid, format, own_promise, (0, 0), 0);
+        if have(self).1 >= least {
             return;
         }
         let own = |e: &&ExtentId| self.owned.get(e).is_some_and(|o| (o.0, o.1) == (uid, format));
         let own: Vec<_> = self.asked.keys().filter(own).copied().collect();
-        if have(self, self.clean) + own.len() as u64 * slots < least {
+        if have(self).0 + own.len() as u64 * slots < least {
             return;
         }
         for extent in own {
-            if have(self, self.clean) < least {
+            if have(self).0 < least {
                 self.asked.remove(&extent);
             }
         }
     }
 
-    /// Extents without a block in use that could be taken for (uid, format): the tenant's own, and others'.
-    fn idle(&self, uid: u32, format: usize) -> (u64, u64) {
-        let idle = self.owned.iter().filter(|(e, o)| self.in_use(**e) == 0 && (o.0, o.1) != (uid, format));
-        let own = idle.clone().filter(|(_, o)| o.0 == uid).count() as u64;
-        (own, idle.count() as u64 - own)
-    }
-
-    fn grant(&mut self, client: u64, format: usize, has: u64, want: u32, least: u32) -> Must {
+    fn grant(&mut self, client: u64, format: usize, session: Option<u64>, want: u32, least: u32) -> Must {
         let uid = self.clients[&client].0;
+        let s = session.map(|id| &self.sessions[&id]);
+        let (has, own) = s.map_or((0, 0), |s| (s.table.len() as u64, s.promised));
+        let priority = s.map_or(self.terms(uid).priority, |s| s.priority);
         let (want, least, slots) = (u64::from(want), u64::from(least), u64::from(FORMATS[format].1));
         if least > 253 || want > 1024 || least > want {
             return Must::Refuse(Fault::BadRequest);
@@ -299,29 +581,73 @@ impl Model {
         if has + least > self.capacity(uid, format) {
             return Must::Refuse(Fault::NeverFits);
         }
-        self.withdraw(uid, format, least);
-        let may = Model::limit(uid).saturating_sub(self.owned_by(uid));
-        let free = self.free_places(uid, format);
-        if free + self.clean.min(may) * slots >= least {
-            let extents = least.saturating_sub(free).div_ceil(slots);
-            return Must::Grant { format, blocks: want.min(free + extents * slots) };
+        self.withdraw(uid, format, own, least);
+        let (mut now, mut soon) = self.room(uid, format, own, (0, 0), 0);
+        if now < least {
+            (now, soon) = self.make_room(uid, format, own, least);
         }
-        // As many idle extents are taken as it needs, the tenant's own first; none if all of them would not do.
-        let (own, others) = if self.revokes { self.idle(uid, format) } else { (0, 0) };
-        for taken in 0..=own + others {
-            let may = may.saturating_add(taken.min(own));
-            if free + (self.clean + self.renewing + taken).min(may) * slots >= least {
-                let extents = least.saturating_sub(free).div_ceil(slots);
-                let now = free + self.clean.min(may) * slots >= least;
-                return if now {
-                    Must::Grant { format, blocks: want.min(free + extents * slots) }
-                } else {
-                    Must::Wait
-                };
+        if now >= least {
+            // Beyond what presses comes what costs no extent and is promised to nobody.
+            let free = self.free_places(uid, format) + self.evictions.0;
+            let extents = least.saturating_sub(free).div_ceil(slots);
+            let blocks = want.min(free + extents * slots).min(now.max(least));
+            if let Some(id) = session {
+                let s = self.sessions.get_mut(&id).unwrap();
+                s.promised = s.promised.saturating_sub(blocks);
+            }
+            return Must::Grant { format, blocks };
+        }
+        if soon >= least || self.reclaim(priority, uid, format, own, least) {
+            return Must::Wait;
+        }
+        let full = self.charged_by(uid) >= self.terms(uid).limit && self.clean + self.renewing > 0;
+        Must::Refuse(if full { Fault::OverLimit } else { Fault::Busy })
+    }
+
+    fn admit(&mut self, session: u64, tokens: u64, evict: bool) -> Must {
+        let s = self.sessions[&session].clone();
+        let (uid, format, own) = (self.clients[&s.client].0, s.format, s.promised);
+        let copied = u64::from(s.tokens < s.names.len() as u64 * s.per_block());
+        let least = (tokens.div_ceil(s.per_block()) + copied).saturating_sub(s.end().into());
+        let capacity = self.capacity(uid, format);
+        let refused = |verdict, blocks| Must::Verdict { verdict, promised: own as u32, blocks };
+        if least > u64::from(u32::MAX) {
+            return Must::Refuse(Fault::NeverFits);
+        }
+        if s.table.len() as u64 + least > capacity {
+            return refused(Verdict::NeverFits, s.table.len() as u64 + least - capacity);
+        }
+        let (now, soon) = self.room(uid, format, own, (0, 0), 0);
+        let evictable = self.evictable(uid, format).saturating_sub(self.promised(uid, format) - own);
+        let mut fits = now >= least;
+        if !fits && soon >= least {
+            return Must::Wait;
+        }
+        if !fits && evictable >= least - soon && now + evictable >= least {
+            if !evict {
+                return refused(Verdict::AfterEviction, least - soon);
+            }
+            fits = true;
+        }
+        if !fits {
+            let (now, soon) = self.make_room(uid, format, own, least);
+            fits = now >= least;
+            if !fits && (soon >= least || self.reclaim(s.priority, uid, format, own, least)) {
+                return Must::Wait;
+            }
+            if !fits {
+                let others = self.sessions.iter().filter(|(id, o)| {
+                    **id != session && (self.clients[&o.client].0, o.format) == (uid, format)
+                });
+                let held: BTreeSet<_> = others.clone().flat_map(|(_, o)| &o.table).collect();
+                let mine = held.len() as u64 + others.map(|(_, o)| o.promised).sum::<u64>();
+                let verdict = if mine >= least - soon { Verdict::WhenYoursFree } else { Verdict::Busy };
+                return refused(verdict, least - soon);
             }
         }
-        let full = self.owned_by(uid) >= Model::limit(uid) && self.clean + self.renewing > 0;
-        Must::Refuse(if full { Fault::OverLimit } else { Fault::Busy })
+        let s = self.sessions.get_mut(&session).unwrap();
+        (s.promised, s.admitted) = (least, least);
+        Must::Verdict { verdict: Verdict::Admitted, promised: least as u32, blocks: 0 }
     }
 
     /// What is wrong with a claim that must be credit of `client`.
@@ -341,6 +667,9 @@ impl Model {
     }
 
     fn own_session(&self, client: u64, id: u64) -> Result<&Sequence, Fault> {
+        if self.lost.contains_key(&(client, id)) {
+            return Err(Fault::SessionLost);
+        }
         self.sessions.get(&id).filter(|s| s.client == client).ok_or(Fault::Stale)
     }
 
@@ -384,9 +713,10 @@ impl Model {
         Ok(())
     }
 
-    /// A block that left a table is gone if no table and no pin holds it.
+    /// A block that left a table is gone if no table and no pin holds it, and nobody can find it.
     fn bury(&mut self, block: BlockId) {
-        if self.refs(block) == 0 && self.lives[&block].pins.is_empty() {
+        let life = &self.lives[&block];
+        if self.refs(block) == 0 && life.pins.is_empty() && life.published.is_none() {
             self.lives.remove(&block);
         }
     }
@@ -403,6 +733,24 @@ impl Model {
         true
     }
 
+    /// Names of the table that are free are taken, from the end of what is sealed to the first that is not.
+    fn publish_again(&mut self, session: u64) {
+        let s = self.sessions[&session].clone();
+        let mut missing = Vec::new();
+        for (number, name) in s.names.iter().enumerate().rev() {
+            // Of what slid out at the head, the broker knows the last one's name only.
+            let Some(block) = (number as u32).checked_sub(s.head).and_then(|i| s.table.get(i as usize))
+            else {
+                break;
+            };
+            if self.published(name).is_some() || (number > 0 && number < s.head as usize) {
+                break;
+            }
+            missing.push((name.clone(), *block));
+        }
+        missing.into_iter().rev().for_each(|(name, block)| _ = self.publish(&name, block));
+    }
+
     fn answer(&mut self, client: u64, session: u64, ask: &Ask) -> Must {
         self.try_answer(client, session, ask).unwrap_or_else(Must::Refuse)
     }
@@ -411,16 +759,21 @@ impl Model {
         let uid = self.clients[&client].0;
         match ask {
             Ask::Hello => Err(Fault::BadRequest),
-            Ask::Open { format, max_tokens } => {
+            Ask::Open { priority: 256.., .. } => Err(Fault::BadRequest),
+            Ask::Admit { tokens, evict } => {
+                self.own_session(client, session)?;
+                Ok(self.admit(session, *tokens, *evict))
+            }
+            Ask::Open { format, max_tokens, .. } => {
                 let blocks = max_tokens.div_ceil(FORMATS[*format].0.into());
                 let never = blocks > self.capacity(uid, *format);
                 if never { Err(Fault::NeverFits) } else { Ok(Must::Session) }
             }
-            Ask::Reserve { format, want } => Ok(self.grant(client, *format, 0, *want, *want)),
+            Ask::Reserve { format, want } => Ok(self.grant(client, *format, None, *want, *want)),
             Ask::Grow { report, want, least } => {
                 self.report(client, session, report)?;
-                let s = &self.sessions[&session];
-                Ok(self.grant(client, s.format, s.table.len() as u64, *want, *least))
+                let format = self.sessions[&session].format;
+                Ok(self.grant(client, format, Some(session), *want, *least))
             }
             Ask::Trim { report, tokens, head, release } => {
                 self.report(client, session, report)?;
@@ -438,7 +791,7 @@ impl Model {
                 gone.extend(s.table.drain(..(head - old_head) as usize));
                 (s.head, s.tokens) = (*head, *tokens);
                 s.names.truncate(keep as usize);
-                let mut blocks = Vec::new();
+                let (mut blocks, mut freed) = (Vec::new(), 0);
                 for block in gone {
                     let life = &self.lives[&block];
                     if !release && !life.sealed && life.pins.is_empty() && self.refs(block) == 0 {
@@ -446,8 +799,11 @@ impl Model {
                         blocks.push((block, wire::RETURNED));
                     } else {
                         self.bury(block);
+                        freed += u64::from(!self.lives.contains_key(&block));
                     }
                 }
+                let s = self.sessions.get_mut(&session).unwrap();
+                s.promised = (s.promised + freed).min(s.admitted).max(s.promised);
                 Ok(Must::Blocks { tokens: *tokens, blocks })
             }
             Ask::Free { blocks } => {
@@ -478,6 +834,7 @@ impl Model {
                     return Err(Fault::BadRequest);
                 }
                 let mut name = s.names.last().cloned().unwrap_or((uid, s.format, Vec::new()));
+                self.publish_again(session);
                 let mut duplicates = 0;
                 for (i, some) in tokens.chunks(per_block).enumerate() {
                     name.2.extend(some);
@@ -497,6 +854,17 @@ impl Model {
                 let first = (seen / s.per_block()) as u32;
                 if *blocks == 0 || *blocks as usize > s.names.len() || s.head > first {
                     return Err(Fault::BadRequest);
+                }
+                let pages = |f: usize| if f == 1 { 3 } else { 1 };
+                let pinned = |n: &Name| self.published(n).is_some_and(|b| !self.lives[&b].pins.is_empty());
+                let new = s.names[..*blocks as usize].iter().filter(|n| !pinned(n)).count() as u64;
+                let held = self
+                    .lives
+                    .iter()
+                    .filter(|(b, l)| !l.pins.is_empty() && self.owned[&b.place.extent].0 == uid);
+                let held: u64 = held.map(|(b, _)| pages(self.owned[&b.place.extent].1)).sum();
+                if *on && held + new * pages(s.format) > PINNED {
+                    return Err(Fault::OverLimit);
                 }
                 let chain = s.names[*blocks as usize - 1].clone();
                 let mut changed = 0;
@@ -584,16 +952,24 @@ impl Model {
                     return Err(Fault::BadRequest);
                 }
                 self.owned.get_mut(extent).unwrap().2.remove(&client);
+                self.lives.retain(|b, l| b.place.extent != *extent || l.suspect != Some(client));
                 self.told.remove(&(*extent, client));
                 Ok(Must::Nothing)
             }
             Ask::Query { format } => {
-                let free = self.free_places(uid, *format);
-                let may = Model::limit(uid).saturating_sub(self.owned_by(uid));
-                let more = (self.clean + self.renewing).min(may) * u64::from(FORMATS[*format].1);
+                let soon = self.room(uid, *format, 0, (0, 0), 0).1;
+                let free = soon + self.evictable(uid, *format).saturating_sub(self.promised(uid, *format));
                 let mine = self.owned.iter().filter(|(_, o)| (o.0, o.1) == (uid, *format));
                 let held = mine.map(|(e, _)| self.in_use(*e)).sum();
-                Ok(Must::Room { capacity: self.capacity(uid, *format), free: free + more, held })
+                Ok(Must::Room { capacity: self.capacity(uid, *format), free, held })
+            }
+            Ask::Close { .. } if self.lost.contains_key(&(client, session)) => {
+                for block in self.lost.remove(&(client, session)).unwrap() {
+                    if self.lives.get(&block).is_some_and(|l| l.suspect == Some(client)) {
+                        self.lives.remove(&block);
+                    }
+                }
+                Ok(Must::Nothing)
             }
             Ask::Close { report } => {
                 self.report(client, session, report)?;
@@ -604,17 +980,40 @@ impl Model {
     }
 
     fn close(&mut self, session: u64) {
+        self.wanted.remove(&session);
         let gone = self.sessions.remove(&session).unwrap();
         gone.table.into_iter().for_each(|b| self.bury(b));
     }
 
+    /// Sessions whose time is up end; blocks that only they held may still be written.
+    fn lose_late(&mut self, now: Instant) -> Vec<u64> {
+        let late: Vec<u64> = self.wanted.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect();
+        for id in &late {
+            self.wanted.remove(id);
+            let gone = self.sessions.remove(id).unwrap();
+            let mut kept = Vec::new();
+            for block in gone.table.iter().rev() {
+                let life = &self.lives[block];
+                if self.refs(*block) == 0 && !life.sealed && life.pins.is_empty() {
+                    self.lives.get_mut(block).unwrap().suspect = Some(gone.client);
+                    kept.push(*block);
+                } else {
+                    self.bury(*block);
+                }
+            }
+            self.lost.insert((gone.client, *id), kept);
+        }
+        late
+    }
+
     fn disconnect(&mut self, client: u64) {
-        self.clients.remove(&client);
-        self.waiters.remove(&client);
         let mine: Vec<_> =
             self.sessions.iter().filter(|(_, s)| s.client == client).map(|(id, _)| *id).collect();
         mine.into_iter().for_each(|id| self.close(id));
-        self.lives.retain(|_, l| l.credit != Some(client));
+        self.waiters.remove(&client);
+        self.clients.remove(&client);
+        self.lives.retain(|_, l| l.credit != Some(client) && l.suspect != Some(client));
+        self.lost.retain(|(c, _), _| *c != client);
         self.owned.values_mut().for_each(|o| _ = o.2.remove(&client));
         self.told.retain(|(_, c)| *c != client);
     }
@@ -648,6 +1047,9 @@ struct Run {
     log: Vec<String>,
     granted: u64,
     found: u64,
+    evicted: u64,
+    lost: u64,
+    admitted: u64,
     /// How often what the heap can do has happened: extents asked back, quarantined and come back, missing and come back.
     asked: u64,
     withdrawn: u64,
@@ -658,7 +1060,12 @@ struct Run {
 }
 
 fn policy() -> Policy {
-    Policy { extents_of: [(Tenant(LIMITED.0), LIMITED.1)].into(), ..Policy::default() }
+    let pinned = PINNED * page_bytes() as u64;
+    let usual = TenantPolicy { pinned, ..TenantPolicy::default() };
+    let limited = TenantPolicy { limit: Some(LIMITED.1), ..usual };
+    let reserved = TenantPolicy { reserve: RESERVED.1, priority: 50, ..usual };
+    let tenants = [(Tenant(LIMITED.0), limited), (Tenant(RESERVED.0), reserved)].into();
+    Policy { usual_tenant: usual, tenants, ..Policy::default() }
 }
 
 impl Run {
@@ -669,7 +1076,11 @@ impl Run {
         // Later than any clock that the broker reads by itself.
         let now = Instant::now() + Duration::from_secs(3600);
         broker.tick(now);
-        let model = Model { clean: EXTENTS.into(), revokes, now: Some(now), ..Model::default() };
+        let limited = Terms { reserve: 0, limit: LIMITED.1.into(), priority: USUAL_PRIORITY };
+        let reserved = Terms { reserve: RESERVED.1.into(), limit: u64::MAX, priority: 50 };
+        let terms = [(LIMITED.0, limited), (RESERVED.0, reserved)].into();
+        let (clean, now) = (EXTENTS.into(), Some(now));
+        let model = Model { clean, revokes, now, terms, revision: 1, ..Model::default() };
         let (jobs, seen, log) = (VecDeque::new(), Vec::new(), Vec::new());
         Run {
             heap,
@@ -681,6 +1092,9 @@ impl Run {
             log,
             granted: 0,
             found: 0,
+            evicted: 0,
+            lost: 0,
+            admitted: 0,
             asked: 0,
             withdrawn: 0,
             quarantined: 0,
@@ -694,13 +1108,14 @@ impl Run {
         let time = Duration::from_millis([1, 10, 150, 2500, 40_000][dice.roll(5)]);
         let now = self.model.now.unwrap() + time;
         self.model.now = Some(now);
-        self.log.push(format!("{time:?} pass"));
+        let late = self.model.lose_late(now);
+        self.log.push(format!("{time:?} pass: {late:?} are lost"));
+        let waiting = if late.is_empty() { None } else { self.retry() };
         self.broker.tick(now);
         if let Some(wake) = self.broker.next_wake() {
             assert!(wake > now, "what is due has been ordered");
         }
-        assert!(self.outputs().is_empty());
-        self.compare();
+        self.judge_retry(waiting);
     }
 
     /// What the broker sends; events are judged here.
@@ -709,16 +1124,34 @@ impl Run {
         let all = self.broker.outputs();
         let (events, replies): (VecDeque<_>, VecDeque<_>) =
             all.into_iter().partition(|o| wire::split(&o.message).unwrap().0.sequence.get() == 0);
+        self.see_evictions();
         let mut taken: BTreeMap<ExtentId, BTreeSet<u64>> = BTreeMap::new();
+        let mut told_lost = BTreeSet::new();
         for event in events {
             let (header, body) = wire::split(&event.message).unwrap();
-            assert_eq!(header.opcode.get(), wire::EVENT | Event::GiveBack as u16);
-            let mut r = Reader::new("give back", body);
-            let give: &wire::GiveBack = r.one().unwrap();
-            assert_eq!(give.deadline_ms.get() == 0, self.model.revokes, "who can take does not ask");
-            taken.entry(ExtentId(give.extent.get())).or_default().insert(event.to.0);
+            let mut r = Reader::new("event", body);
+            match Event::from_code(header.opcode.get() & !wire::EVENT).unwrap() {
+                Event::GiveBack => {
+                    let give: &wire::GiveBack = r.one().unwrap();
+                    assert_eq!(give.deadline_ms.get() == 0, self.model.revokes, "who can take does not ask");
+                    taken.entry(ExtentId(give.extent.get())).or_default().insert(event.to.0);
+                }
+                Event::ReclaimSession => {
+                    let id = r.one::<wire::ReclaimSession>().unwrap().session.get();
+                    assert!(self.model.wanted.contains_key(&id), "session {id} is asked for nothing");
+                    assert_eq!(self.model.sessions[&id].client, event.to.0);
+                }
+                Event::SessionLost => {
+                    let id = r.one::<wire::Opened>().unwrap().session.get();
+                    assert!(self.model.lost.contains_key(&(event.to.0, id)));
+                    assert!(told_lost.insert(id));
+                }
+                other => panic!("{other:?}"),
+            }
         }
+        self.lost += told_lost.len() as u64;
         for (extent, told) in taken {
+            self.model.lives.retain(|b, l| b.place.extent != extent || l.suspect.is_none());
             assert_eq!(self.model.in_use(extent), 0, "{extent} was taken from under somebody");
             if !self.model.revokes {
                 assert_eq!(told, self.model.owned[&extent].2, "everybody who has {extent} is asked");
@@ -733,6 +1166,48 @@ impl Run {
             self.model.renewing += 1;
         }
         replies
+    }
+
+    /// Which blocks the broker has evicted: as many as it may, and none that it may not.
+    fn see_evictions(&mut self) {
+        let there: BTreeSet<BlockId> = self.broker.state.prefixes.iter().map(|(_, b, ..)| b).collect();
+        let gone: Vec<BlockId> = self
+            .model
+            .lives
+            .iter()
+            .filter(|(b, l)| l.published.is_some() && !there.contains(b))
+            .map(|(b, _)| *b)
+            .collect();
+        for block in &gone {
+            assert!(self.model.is_evictable(*block), "{block} was evicted, which somebody needs");
+        }
+        let (own, whole) = std::mem::take(&mut self.model.evictions);
+        let count = gone.len() as u64;
+        let as_many = if whole { count >= own } else { count == own } || (whole && !self.model.revokes);
+        assert!(
+            as_many,
+            "{gone:?} evicted, {own} needed, whole: {whole}; waiting: {:?}",
+            self.broker.waiting.keys()
+        );
+        // Whatever continues an evicted block must be gone too: the ends go first.
+        for block in &gone {
+            let name = self.model.lives[block].published.clone().unwrap();
+            let per_block = FORMATS[name.1].0 as usize;
+            let child = |n: &Name| {
+                (n.0, n.1) == (name.0, name.1)
+                    && n.2.len() == name.2.len() + per_block
+                    && n.2.starts_with(&name.2)
+            };
+            let left = self
+                .model
+                .lives
+                .iter()
+                .find(|(b, l)| l.published.as_ref().is_some_and(child) && !gone.contains(b));
+            assert!(left.is_none(), "{block} was evicted before {left:?}");
+        }
+        // An extent without a block in use that nobody has leaves its tenant in the end: see `settle`.
+        gone.iter().for_each(|b| _ = self.model.lives.remove(b));
+        self.evicted += count;
     }
 
     fn connect(&mut self, uid: u32) {
@@ -775,10 +1250,15 @@ impl Run {
                 w = start(Verb::Hello);
                 w.put(&wire::Hello::default());
             }
-            Ask::Open { format, max_tokens } => {
+            Ask::Open { format, max_tokens, priority } => {
                 w = start(Verb::Open);
-                let max_tokens = (*max_tokens).into();
-                w.put(&wire::Open { format: number(format), max_tokens, ..wire::Open::default() });
+                let (max_tokens, priority) = ((*max_tokens).into(), (*priority).into());
+                w.put(&wire::Open { format: number(format), max_tokens, priority, ..wire::Open::default() });
+            }
+            Ask::Admit { tokens, evict } => {
+                w = start(Verb::Admit);
+                let (tokens, flags) = ((*tokens).into(), u32::from(*evict).into());
+                w.put(&wire::Admit { tokens, flags, reserved: 0.into() });
             }
             Ask::Reserve { format, want } => {
                 w = start(Verb::Reserve);
@@ -851,18 +1331,83 @@ impl Run {
         self.number += 1;
         self.log.push(format!("client {client} session {session}: {ask:?}"));
         let message = self.encode(client, session, &ask);
-        let asked = self.model.asked.len();
+        let (asked, wanted) = (self.model.asked.len(), self.model.wanted.len());
         let must = self.model.answer(client, session, &ask);
         if matches!(must, Must::Grant { .. }) {
             self.withdrawn += (asked - self.model.asked.len()) as u64;
         }
+        // A session that was asked to make room has ended: who waits is tried again.
+        let stirred = self.model.wanted.len() < wanted;
+        self.model.settle();
+        let evictions = self.model.evictions;
+        let waiting = if stirred { self.retry() } else { None };
+        self.model.evictions =
+            (self.model.evictions.0.max(evictions.0), self.model.evictions.1 | evictions.1);
         self.broker.request(ClientId(client), &message);
         let mut replies = self.outputs();
         let number = self.number;
         self.judge(Waiter { number, ask, session, promised: None }, client, must, &mut replies);
+        if let Some((client, waiter, must)) = waiting {
+            self.judge(waiter, client, must, &mut replies);
+        }
         assert!(replies.is_empty(), "one reply for one request");
         self.model.settle();
         self.compare();
+    }
+
+    /// Who waits for extents is tried again: what must come of it now.
+    fn retry(&mut self) -> Option<(u64, Waiter, Must)> {
+        let client = self.extents_waiter()?;
+        let waiter = self.model.waiters.remove(&client).unwrap();
+        let must = self.model.answer(client, waiter.session, &waiter.ask);
+        Some((client, waiter, must))
+    }
+
+    /// What comes of a change that lets those who wait be tried again.
+    fn judge_retry(&mut self, waiting: Option<(u64, Waiter, Must)>) {
+        let mut replies = self.outputs();
+        if let Some((client, waiter, must)) = waiting {
+            self.judge(waiter, client, must, &mut replies);
+        }
+        assert!(replies.is_empty());
+        self.model.settle();
+        self.compare();
+    }
+
+    /// An operator changes a tenant's numbers.
+    fn change_limits(&mut self, dice: &mut Dice<'_>) {
+        let uid = [1000, RESERVED.0, LIMITED.0][dice.roll(3)];
+        let bytes = PAGES * page_bytes() as u64;
+        let change = LimitChange {
+            tenant: Tenant(uid),
+            reserve: dice.one_in(2).then(|| dice.roll(4) as u64 * bytes),
+            limit: dice.one_in(2).then(|| dice.one_in(2).then(|| dice.roll(7) as u64 * bytes)),
+            priority: dice.one_in(2).then(|| dice.roll(200) as u8),
+            revision: dice.one_in(3).then(|| self.model.revision - u64::from(dice.one_in(3))),
+        };
+        self.log.push(format!("{change:?}"));
+        let mut new = self.model.terms(uid);
+        new.reserve = change.reserve.map_or(new.reserve, |r| r / bytes);
+        new.limit = change.limit.map_or(new.limit, |l| l.map_or(u64::MAX, |l| l / bytes));
+        new.priority = change.priority.unwrap_or(new.priority);
+        let others: u64 = self.model.terms.iter().filter(|(u, _)| **u != uid).map(|(_, t)| t.reserve).sum();
+        let refused = change.revision.is_some_and(|r| r != self.model.revision)
+            || new.limit < new.reserve
+            || others + new.reserve > self.model.extents();
+        let mut waiting = None;
+        if !refused {
+            self.model.terms.insert(uid, new);
+            self.model.revision += 1;
+            waiting = self.retry();
+        }
+        let report = self.broker.change_limits(&change);
+        assert_eq!(report.outcome == Some(Outcome::Refused), refused, "{report:?}");
+        assert_eq!(report.reasons.is_empty(), report.outcome == Some(Outcome::Applied));
+        assert_eq!(report.revision, self.model.revision);
+        if new.limit < self.model.owned_by(uid) && !refused {
+            assert_eq!(report.outcome, Some(Outcome::Deferred));
+        }
+        self.judge_retry(waiting);
     }
 
     /// Compares what came of a request with what must.
@@ -870,7 +1415,8 @@ impl Run {
         self.log.push(format!("  must be {must:?}"));
         if must == Must::Wait {
             let waits = matches!(self.broker.waiting.get(&ClientId(client)), Some(Waiting::Extents(_)));
-            assert!(waits && replies.is_empty(), "it waits for the worker");
+            let found = self.broker.waiting.get(&ClientId(client));
+            assert!(waits && replies.is_empty(), "it must wait for extents: {found:?}, {replies:?}");
             self.model.waiters.insert(client, w);
             return;
         }
@@ -921,10 +1467,20 @@ impl Run {
                 let id = r.one::<wire::Opened>().unwrap().session.get();
                 assert!(!self.model.sessions.contains_key(&id));
                 let session = match &w.ask {
-                    Ask::Open { format, .. } => Sequence { client, format: *format, ..Sequence::default() },
-                    _ => self.model.sessions[&w.session].clone(),
+                    Ask::Open { format, priority, .. } => {
+                        let most = self.model.terms(self.model.clients[&client].0).priority;
+                        let priority = if *priority == 0 { most } else { most.min(*priority as u8) };
+                        Sequence { client, format: *format, priority, ..Sequence::default() }
+                    }
+                    _ => Sequence { promised: 0, admitted: 0, ..self.model.sessions[&w.session].clone() },
                 };
                 self.model.sessions.insert(id, session);
+            }
+            Must::Verdict { verdict, promised, blocks } => {
+                let got: &wire::Admission = r.one().unwrap();
+                let said = (got.verdict.get(), got.promised.get(), got.blocks.get());
+                assert_eq!(said, (verdict as u32, promised, blocks), "{verdict:?}");
+                self.admitted += u64::from(verdict == Verdict::Admitted && promised > 0);
             }
             Must::Count { blocks, duplicates } => {
                 let got: &wire::Counted = r.one().unwrap();
@@ -1009,11 +1565,7 @@ impl Run {
         };
         // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
         let changed = self.expect(&done);
-        let waiting = self.extents_waiter().filter(|_| changed).map(|client| {
-            let waiter = self.model.waiters.remove(&client).unwrap();
-            let must = self.model.answer(client, waiter.session, &waiter.ask);
-            (client, waiter, must)
-        });
+        let waiting = if changed { self.retry() } else { None };
         self.broker.done(done);
         let mut replies = self.outputs();
         if let Some(client) = scrubbed {
@@ -1105,7 +1657,8 @@ impl Run {
         assert_eq!(state.sessions.len(), self.model.sessions.len());
         for (id, s) in &state.sessions {
             let m = &self.model.sessions[&id.0];
-            assert_eq!(s.client.0, m.client);
+            assert_eq!((s.client.0, s.priority), (m.client, m.priority));
+            assert_eq!((u64::from(s.promised), u64::from(s.admitted)), (m.promised, m.admitted), "{id}");
             assert_eq!((s.tokens, s.head, &s.table), (m.tokens, m.head, &m.table), "{id}");
             assert_eq!(s.sealed() as usize, m.names.len());
             assert!(s.names.len() <= s.table.len() + 1, "names of what is gone are not kept");
@@ -1131,10 +1684,12 @@ impl Run {
         }
         for (block, life) in &self.model.lives {
             let account = match (life, self.model.refs(*block)) {
+                (Life { suspect: Some(_), .. }, 0) => "quarantined",
                 (Life { credit: Some(_), .. }, 0) => "credit",
                 (Life { pins, .. }, _) if !pins.is_empty() => "pinned",
                 (Life { sealed: false, .. }, 1) => "private",
                 (_, refs) if refs > 0 => "shared",
+                (Life { published: Some(_), .. }, 0) => "cached",
                 other => panic!("{block}: {other:?}"),
             };
             let format = self.model.owned[&block.place.extent].1;
@@ -1171,6 +1726,8 @@ impl Run {
         let buffers = there.into_iter().map(|id| (id, Imaginary.allocate(bytes).unwrap())).collect();
         self.broker = Broker::from_record(&record, self.heap.clone(), policy(), buffers).unwrap();
         self.log.push("restart".into());
+        // Who was asked to make room is asked again when it is needed.
+        self.model.wanted.clear();
         // What the old one had ordered died with it; the new one orders it again.
         self.jobs.clear();
         self.broker.tick(self.model.now.unwrap());
@@ -1243,7 +1800,10 @@ impl Run {
         if dice.one_in(40) {
             self.restart();
         }
-        let kind = dice.roll(64);
+        if dice.one_in(60) {
+            return self.change_limits(dice);
+        }
+        let kind = dice.roll(68);
         if self.model.clients.len() < 5 && kind == 0 || ready.is_empty() {
             if self.model.clients.len() < 7 {
                 return self.connect([1000, 1000, 1001, LIMITED.0][dice.roll(4)]);
@@ -1259,17 +1819,17 @@ impl Run {
             let all: Vec<u64> = self.model.clients.keys().copied().collect();
             let client = dice.pick(&all).unwrap();
             self.log.push(format!("client {client} goes"));
-            self.model.disconnect(client);
-            self.broker.disconnect(ClientId(client));
-            assert!(self.outputs().is_empty());
-            self.model.settle();
-            return self.compare();
+            self.goes(client);
+            return;
         }
         // The clients that were made ready above may wait by now.
         let Some(client) = dice.pick(&ready).filter(|c| !self.model.waiters.contains_key(c)) else { return };
         let all: Vec<u64> = self.model.sessions.keys().copied().collect();
-        let own: Vec<u64> =
+        let mut own: Vec<u64> =
             all.iter().filter(|id| self.model.sessions[*id].client == client).copied().collect();
+        if dice.one_in(3) {
+            own.extend(self.model.lost.keys().filter(|(c, _)| *c == client).map(|(_, id)| *id));
+        }
         let mut session = dice.pick(&own).unwrap_or(0);
         if dice.one_in(50) {
             // Somebody else's, or nobody's.
@@ -1279,7 +1839,8 @@ impl Run {
         if own.is_empty() || kind < 5 {
             let max_tokens = if dice.one_in(5) { dice.roll(60) as u64 } else { 0 };
             let max_tokens = if dice.one_in(30) { u64::MAX } else { max_tokens };
-            return self.ask(client, 0, Ask::Open { format, max_tokens });
+            let priority = [0, 0, 20, 80, 255, 256][dice.roll(6)];
+            return self.ask(client, 0, Ask::Open { format, max_tokens, priority });
         }
         let s = self.model.sessions.get(&session).cloned().unwrap_or_default();
         let report = self.some_report(dice, client, session);
@@ -1340,20 +1901,26 @@ impl Run {
             }
             59 | 60 => Ask::Query { format },
             61 => Ask::Hello,
+            62..66 => Ask::Admit { tokens: dice.roll(14 * per_block) as u64, evict: dice.one_in(2) },
             _ => Ask::Close { report },
         };
-        let asks_for_blocks = matches!(ask, Ask::Reserve { .. } | Ask::Grow { .. });
+        let asks_for_blocks = matches!(ask, Ask::Reserve { .. } | Ask::Grow { .. } | Ask::Admit { .. });
         let ask =
             if asks_for_blocks && self.extents_waiter().is_some() { Ask::Query { format } } else { ask };
         let hangs_up = matches!(ask, Ask::Hello);
         self.ask(client, session, ask);
         if hangs_up {
-            self.model.disconnect(client);
-            self.broker.disconnect(ClientId(client));
-            self.outputs();
-            self.model.settle();
-            self.compare();
+            self.goes(client);
         }
+    }
+
+    fn goes(&mut self, client: u64) {
+        let wanted = self.model.wanted.len();
+        self.model.disconnect(client);
+        self.model.settle();
+        let waiting = if self.model.wanted.len() < wanted { self.retry() } else { None };
+        self.broker.disconnect(ClientId(client));
+        self.judge_retry(waiting);
     }
 }
 
@@ -1392,7 +1959,7 @@ fn numbers() -> impl Strategy<Value = Vec<u32>> {
 
 #[test]
 fn the_broker_does_what_a_naive_model_says_at_every_step() {
-    let totals = Mutex::new([0; 8]);
+    let totals = Mutex::new([0; 11]);
     runner(steps() / STEPS_PER_CASE)
         .run(&numbers(), |numbers| {
             let mut dice = Dice(numbers.iter());
@@ -1410,6 +1977,9 @@ fn the_broker_does_what_a_naive_model_says_at_every_step() {
             let of_run = [
                 run.granted / 10,
                 run.found,
+                run.evicted,
+                run.lost,
+                run.admitted,
                 run.asked,
                 run.withdrawn,
                 run.quarantined,
@@ -1422,7 +1992,7 @@ fn the_broker_does_what_a_naive_model_says_at_every_step() {
         })
         .unwrap();
     // A run in which something never happens proves nothing about it: tens of blocks granted, blocks found as prefixes,
-    // extents asked back, requests withdrawn, extents quarantined, released, missed, recovered.
+    // blocks evicted, sessions lost, sessions admitted, extents asked back, requests withdrawn, extents quarantined, released, missed, recovered.
     let totals = totals.into_inner().unwrap();
     assert!(totals.iter().all(|n| *n > 30), "{totals:?}");
 }
@@ -1496,7 +2066,7 @@ fn hostile(run: &Run, client: ClientId, dice: &mut Dice<'_>) -> Vec<u8> {
         let words = match verb {
             Verb::Grow | Verb::Seal | Verb::Pin => 6,
             Verb::Trim => 8,
-            Verb::Fork | Verb::Close => 4,
+            Verb::Fork | Verb::Close | Verb::Admit => 4,
             Verb::Hello => 10,
             _ => 2,
         };
@@ -1544,7 +2114,7 @@ fn hostile(run: &Run, client: ClientId, dice: &mut Dice<'_>) -> Vec<u8> {
 fn a_sequence_that_slides_past_the_last_number_of_a_block_is_refused_and_nobody_else_notices() {
     let mut run = Run::new(true);
     run.connect(1000);
-    run.ask(1, 0, Ask::Open { format: 0, max_tokens: 0 });
+    run.ask(1, 0, Ask::Open { format: 0, max_tokens: 0, priority: 0 });
     run.ask(1, 0, Ask::Reserve { format: 0, want: 3 });
     let session = *run.model.sessions.keys().next().unwrap();
     // Years of sliding in one step.

@@ -108,13 +108,15 @@ impl Broker {
             self.absent.missing.asking = true;
             self.jobs.push_back(Job::Allocate { bytes });
         }
+        self.end_late_sessions(now);
         self.give_up_holds();
     }
 
     /// When [`tick`](Self::tick) must be called next; `None` while there is nothing to look at.
     pub fn next_wake(&self) -> Option<Instant> {
         let kept = self.absent.kept.values().filter(|k| k.buffer.is_some()).map(|k| k.due);
-        kept.chain(self.absent.missing.due).chain(self.next_hold_deadline()).min()
+        let deadlines = self.next_reclaim().into_iter().chain(self.next_hold_deadline());
+        kept.chain(self.absent.missing.due).chain(deadlines).min()
     }
 
     /// Extents that were lent are to come back: they are missing, and the kernel is asked at once.

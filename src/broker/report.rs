@@ -92,6 +92,31 @@ pub struct FormatReport {
     pub waste_bytes_per_extent: u64,
 }
 
+/// A chain that stays whoever comes and goes.
+#[derive(Debug, Clone, Serialize, Deserialize)]
+pub struct PinReport {
+    /// The chain, by the first 16 digits of the name of its last block: what `kvbctl unpin` takes.
+    pub chain: String,
+    /// Whose it is.
+    pub uid: u32,
+    /// The process that pinned it; it may have gone.
+    pub pid: i32,
+    /// Its program, and the session's name, as they say.
+    pub label: String,
+    /// Blocks.
+    pub blocks: u32,
+    /// Tokens.
+    pub tokens: u64,
+}
+
+impl PinReport {
+    fn of(chain: &super::prefix::Digest, pin: &super::prefix::Pin) -> Self {
+        let super::prefix::Pin { tenant, pid, label, blocks, tokens } = pin.clone();
+        let chain = chain[..8].iter().map(|b| format!("{b:02x}")).collect();
+        PinReport { chain, uid: tenant.0, pid, label, blocks, tokens }
+    }
+}
+
 /// `kvbctl status`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct StatusReport {
@@ -117,6 +142,12 @@ pub struct StatusReport {
     pub prefix_queries: u64,
     /// Of these, found.
     pub prefix_hits: u64,
+    /// Published blocks that were evicted.
+    pub prefix_evictions: u64,
+    /// Who pinned what.
+    pub pins: Vec<PinReport>,
+    /// The revision of the tenants' limits.
+    pub limits_revision: u64,
     /// What has happened since the start.
     pub counters: Counters,
     /// Something is wrong: the broker grants nothing more.
@@ -159,8 +190,9 @@ pub struct ExtentReport {
     pub uid: Option<u32>,
     /// Clients that have its descriptor.
     pub holders: u32,
-    /// One letter per slot: `.` free, `c` credit, `p` private, `s` shared, `P` pinned; for an extent of no tenant `-`
-    /// clean, `~` about to be renewed, `!` in quarantine, `>` lent.
+    /// One letter per slot: `.` free, `c` credit, `p` private, `s` shared, `k` cached, `P` pinned, `!` held back from
+    /// everybody; for an extent of no tenant `-` clean, `~` about to be renewed, `!` in quarantine, `>`
+    /// lent.
     pub slots: String,
     /// It is asked back: no block of it is granted.
     pub asked_back: bool,
@@ -181,7 +213,9 @@ fn letter(block: Block) -> char {
     match block {
         Block::Free => '.',
         Block::Credit(_) => 'c',
+        Block::Suspect(_) => '!',
         Block::Held { pinned: true, .. } => 'P',
+        Block::Held { refs: 0, .. } => 'k',
         Block::Held { sealed: false, refs: 1, .. } => 'p',
         Block::Held { .. } => 's',
     }
@@ -235,6 +269,9 @@ impl Broker {
             prefix_pinned: stats.pinned,
             prefix_queries: stats.queries,
             prefix_hits: stats.hits,
+            prefix_evictions: stats.evictions,
+            pins: state.prefixes.pins().map(|(chain, pin)| PinReport::of(chain, pin)).collect(),
+            limits_revision: state.tenancy.revision,
             counters: state.counters,
             frozen: self.frozen,
         }

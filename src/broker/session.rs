@@ -30,6 +30,12 @@ pub struct Session {
     pub table: Vec<BlockId>,
     /// Names of the sealed blocks from number `names_from` on.
     pub names: Vec<Digest>,
+    /// From 0 to 255; never above the tenant's.
+    pub priority: u8,
+    /// Blocks that the session was admitted with and has not been granted yet, and how many it was at first.
+    pub promised: u32,
+    /// See `promised`.
+    pub admitted: u32,
     /// Sealed blocks whose names are not kept: they are dropped, and so is their successor.
     pub names_from: u32,
 }

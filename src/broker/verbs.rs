@@ -3,18 +3,26 @@
 //! Owns no state. Invariant: a function that returns an error has changed nothing, except that a report of the table
 //! that came with the request and was right has been taken in.
 
-use super::prefix;
+use super::prefix::{self, Publication};
 use super::{Answer, Broker, Format, Refused, Reply, Session};
 use crate::broker::grant::{Granted, Want};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId};
 use crate::pool::{Block, Dropped};
-use crate::wire::{self, Fault, MAX_BLOCKS, MAX_FDS, MAX_TOKENS, Reader, Verb};
+use crate::wire::{self, Fault, MAX_BLOCKS, MAX_FDS, MAX_TOKENS, Reader, Verb, WireError};
 use zerocopy::little_endian::U32;
 
 type Answered = Result<Answer, Refused>;
 
 fn done(reply: Reply) -> Answered {
     Ok(Answer::Now(reply))
+}
+
+/// A field that has no meaning beyond 0 to `most`: what is refused today can get a meaning tomorrow.
+fn one_of(what: &'static str, field: U32, most: u32) -> Result<u32, WireError> {
+    match field.get() {
+        value if value <= most => Ok(value),
+        value => Err(WireError::Field { what, value, most }),
+    }
 }
 
 fn empty() -> Answered {
@@ -52,6 +60,7 @@ impl Broker {
             Verb::ReturnExtent => self.return_extent(client, r),
             Verb::Query => self.query(client, r),
             Verb::Close => self.close(client, session, r),
+            Verb::Admit => self.admit_session(client, session, r),
             Verb::Skip => self.skip(client, session, r),
         }
     }
@@ -135,6 +144,12 @@ impl Broker {
     fn open(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
         let open: wire::Open = *r.one()?;
         r.end()?;
+        let Ok(asked) = u8::try_from(open.priority.get()) else {
+            return Err(Refused::bad(format!(
+                "priority {}: at most 255, or 0 for the tenant's own",
+                open.priority
+            )));
+        };
         let format = FormatId(open.format.get());
         let f = self.format(client, format)?;
         let (tenant, needed) = (self.client(client).tenant, f.profile.blocks_for(open.max_tokens.get()));
@@ -148,7 +163,11 @@ impl Broker {
             return Err(Refused::new(Fault::NeverFits, text).numbers(open.max_tokens.get(), most));
         }
         let label = wire::label_text(&open.label)?;
+        let most = self.state.tenancy.of(tenant).priority;
         let session = Session {
+            priority: if asked == 0 { most } else { asked.min(most) },
+            promised: 0,
+            admitted: 0,
             client,
             tenant,
             format,
@@ -170,7 +189,8 @@ impl Broker {
         let most = self.policy.sessions_per_connection;
         let id = SessionId(self.state.next_session);
         let c = self.state.clients.get_mut(&session.client).expect("checked by the caller");
-        if c.sessions.len() as u32 >= most {
+        // A session that was lost counts until the client has let go of it.
+        if (c.sessions.len() + c.lost.len()) as u32 >= most {
             let text = format!(
                 "this connection has {most} sessions open, as many as limits.sessions-per-connection allows"
             );
@@ -182,7 +202,11 @@ impl Broker {
         Ok(id)
     }
 
-    fn session(&self, client: ClientId, id: SessionId) -> Result<&Session, Refused> {
+    pub(super) fn session(&self, client: ClientId, id: SessionId) -> Result<&Session, Refused> {
+        if self.client(client).lost.contains_key(&id) {
+            let text = format!("{id} was ended: a session of higher priority needed its blocks; close it");
+            return Err(Refused::new(Fault::SessionLost, text));
+        }
         let session = self.state.sessions.get(&id).filter(|s| s.client == client);
         // The same words whether it is another's or nobody's: ids of others are none of the asker's business.
         session.ok_or_else(|| Refused::new(Fault::Stale, format!("there is no {id} on this connection")))
@@ -258,7 +282,8 @@ impl Broker {
         let reserve: wire::Reserve = *r.one()?;
         r.end()?;
         let (format, want) = (FormatId(reserve.format.get()), reserve.want.get());
-        let want = Want { format, want, least: want, has: 0, near: None };
+        let priority = self.state.tenancy.of(self.client(client).tenant).priority;
+        let want = Want { format, want, least: want, has: 0, near: None, promised: 0, priority };
         match self.grant(client, want)? {
             Granted::Later => Ok(Answer::Later),
             Granted::Blocks(taken) => Ok(self.hand_over(client, 0, &taken)),
@@ -277,10 +302,13 @@ impl Broker {
             least: grow.least.get(),
             has: s.table.len() as u32,
             near: s.table.last().map(|b| b.place),
+            promised: s.promised,
+            priority: s.priority,
         };
         match self.grant(client, want)? {
             Granted::Later => Ok(Answer::Later),
             Granted::Blocks(taken) => {
+                self.use_promise(id, taken.len());
                 let tokens = grow.report.tokens.get();
                 Ok(self.hand_over(client, tokens, &taken))
             }
@@ -291,6 +319,7 @@ impl Broker {
         let trim: wire::Trim = *r.one()?;
         let used = r.many(trim.report.used.get(), MAX_BLOCKS)?;
         r.end()?;
+        let release = one_of("trim: release", trim.release, 1)? == 1;
         self.apply_report(client, id, &trim.report, used)?;
         let s = self.session(client, id)?;
         let (tokens, head) = (trim.tokens.get(), trim.head.get());
@@ -304,21 +333,24 @@ impl Broker {
                 format!("{id}: the head can be dropped from block {} to {keep}, not to {head}", s.head);
             return Err(Refused::bad(text));
         }
-        let to_credit = (trim.release.get() == 0).then_some(client);
+        let to_credit = (!release).then_some(client);
         let old_head = s.head;
         let s = self.session_mut(id);
         let tail = s.table.split_off((keep.max(old_head) - old_head) as usize);
         s.unseal_from(keep);
         let front = s.drop_head(head);
         s.tokens = tokens;
-        let mut returned = Vec::new();
+        let (mut returned, mut freed) = (Vec::new(), 0);
         for block in tail.into_iter().rev().chain(front) {
             // What one reply cannot name is freed: credit that its owner does not know of would be lost.
             let to_credit = to_credit.filter(|_| returned.len() < MAX_BLOCKS);
-            if self.let_go(block, to_credit) == Dropped::Credit {
-                returned.push((block, wire::RETURNED));
+            match self.let_go(block, to_credit) {
+                Dropped::Credit => returned.push((block, wire::RETURNED)),
+                Dropped::Freed => freed += 1,
+                Dropped::Kept | Dropped::Cached => {}
             }
         }
+        self.restore_promise(id, freed);
         done(self.grant_reply(tokens, returned))
     }
 
@@ -326,6 +358,7 @@ impl Broker {
         let free: &wire::Free = r.one()?;
         let blocks: &[wire::WireBlock] = r.many(free.count.get(), MAX_BLOCKS)?;
         r.end()?;
+        one_of("free: reserved", free.reserved, 0)?;
         let mut seen = std::collections::BTreeSet::new();
         for block in blocks {
             let claim = block.id();
@@ -348,11 +381,12 @@ impl Broker {
         let used = r.many(report.used.get(), MAX_BLOCKS)?;
         r.end()?;
         self.apply_report(client, id, &report, used)?;
-        let twin = self.session(client, id)?.clone();
+        // What was promised to the one is not promised to the other.
+        let twin = Session { promised: 0, admitted: 0, ..self.session(client, id)?.clone() };
         let blocks = twin.table.clone();
         let new = self.add_session(twin)?;
         for block in blocks {
-            self.state.pool.share(block.place);
+            self.share(block);
         }
         let mut reply = Reply { session: new.0, ..Reply::default() };
         reply.body.put(&wire::Opened { session: new.0.into() });
@@ -388,19 +422,56 @@ impl Broker {
             Some(name) => *name,
             None => prefix::root(s.tenant, &s.model, profile),
         };
-        let tenant = s.tenant;
         let to_seal: Vec<BlockId> = (from..from + blocks).filter_map(|n| s.block(n)).collect();
         let tokens: Vec<u32> = tokens.iter().map(|t| t.get()).collect();
+        self.publish_again(id);
         let mut duplicates = 0;
-        for (block, tokens) in to_seal.into_iter().zip(tokens.chunks(per_block as usize)) {
+        for (i, (block, tokens)) in to_seal.into_iter().zip(tokens.chunks(per_block as usize)).enumerate() {
+            let parent = (from as usize + i > 0).then_some(name);
             name = prefix::child(&name, tokens);
             self.state.pool.seal(block.place);
-            duplicates += u32::from(!self.state.prefixes.publish(name, block, tenant));
+            duplicates += u32::from(!self.publish(id, name, parent, block));
             self.session_mut(id).names.push(name);
         }
         let mut reply = Reply::default();
         reply.body.put(&wire::Counted { blocks: blocks.into(), duplicates: duplicates.into() });
         done(reply)
+    }
+
+    /// Publishes a sealed block of a session's table.
+    fn publish(
+        &mut self,
+        id: SessionId,
+        name: prefix::Digest,
+        parent: Option<prefix::Digest>,
+        block: BlockId,
+    ) -> bool {
+        let s = &self.state.sessions[&id];
+        let (tenant, format, priority) = (s.tenant, s.format, s.priority);
+        self.state.prefixes.publish(Publication { name, parent, block, tenant, format, priority })
+    }
+
+    /// Sealed blocks of the table take the names that are free: whoever published them first may have gone, and what is
+    /// published after them could not be found without them.
+    fn publish_again(&mut self, id: SessionId) {
+        let s = &self.state.sessions[&id];
+        let mut missing = Vec::new();
+        for (i, name) in s.names.iter().enumerate().rev() {
+            let Some(block) = s.block(s.names_from + i as u32) else { break };
+            if self.state.prefixes.get(name).is_some() {
+                break;
+            }
+            let first = s.names_from == 0 && i == 0;
+            match (first, i.checked_sub(1)) {
+                (true, _) => missing.push((*name, None, block)),
+                (false, Some(before)) => missing.push((*name, Some(s.names[before]), block)),
+                // Its parent's name is not kept: it cannot be told where it belongs.
+                (false, None) => break,
+            }
+        }
+        for (name, parent, block) in missing.into_iter().rev() {
+            self.publish(id, name, parent, block);
+        }
     }
 
     fn pin(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
@@ -409,7 +480,7 @@ impl Broker {
         r.end()?;
         self.apply_report(client, id, &pin.report, used)?;
         let s = self.session(client, id)?;
-        let (blocks, on) = (pin.blocks.get(), pin.on.get() != 0);
+        let (blocks, on) = (pin.blocks.get(), one_of("pin: on", pin.on, 1)? == 1);
         // Of layers with a window, whoever goes on after these blocks reads the last window only.
         let profile = &self.state.formats[&s.format].profile;
         let per_block = u64::from(profile.tokens_per_block());
@@ -424,27 +495,77 @@ impl Broker {
         }
         let names = s.names[(first - s.names_from) as usize..(blocks - s.names_from) as usize].to_vec();
         let own: Vec<BlockId> = s.table[(first - s.head) as usize..(blocks - s.head) as usize].to_vec();
-        let (tenant, chain) = (s.tenant, names[names.len() - 1]);
-        let mut changed = 0;
-        for (name, own) in names.iter().zip(own) {
-            // Whoever published it first may have gone; then this session's block takes the name.
-            self.state.prefixes.publish(*name, own, tenant);
-            if let Some(block) = self.state.prefixes.pin(name, chain, on) {
-                changed += 1;
-                if self.state.pool.pin(block.place, on) == Dropped::Freed {
-                    self.freed(block);
-                }
+        let before = first.checked_sub(s.names_from + 1).map(|i| s.names[i as usize]);
+        let tokens = u64::from(blocks) * per_block;
+        let (tenant, format, chain) = (s.tenant, s.format, names[names.len() - 1]);
+        let (label, pid) = (self.pin_label(client, id), self.client(client).pid);
+        if on {
+            let new = names.iter().filter(|n| !self.state.prefixes.is_pinned(n)).count() as u64;
+            let bytes = new * self.state.formats[&format].cut.slot_bytes;
+            let (pinned, most) = (self.state.pool.pinned_bytes(tenant), self.state.tenancy.of(tenant).pinned);
+            if pinned.saturating_add(bytes) > most {
+                let text = format!(
+                    "{new} blocks of {bytes} bytes more would be pinned: this tenant has {pinned} pinned and its limit is {most} (limits.pinned); unpin others"
+                );
+                return Err(Refused::new(Fault::OverLimit, text).numbers(pinned + bytes, most));
             }
         }
+        let mut changed = 0;
+        let mut parent = before;
+        for (name, own) in names.iter().zip(own) {
+            // Whoever published it first may have gone; then this session's block takes the name.
+            self.publish(id, *name, parent, own);
+            parent = Some(*name);
+            changed += u32::from(self.set_pinned(name, chain, on));
+        }
+        let blocks = names.len() as u32;
+        let pin = on.then_some(prefix::Pin { tenant, pid, label, blocks, tokens });
+        self.state.prefixes.set_pin(chain, pin);
         let mut reply = Reply::default();
         reply.body.put(&wire::Counted { blocks: changed.into(), duplicates: 0.into() });
         done(reply)
+    }
+
+    fn pin_label(&self, client: ClientId, id: SessionId) -> String {
+        let (program, session) = (&self.client(client).label, &self.state.sessions[&id].label);
+        if session.is_empty() { program.clone() } else { format!("{program}/{session}") }
+    }
+
+    /// Pins or unpins one block for a chain; whether anything changed for the block.
+    fn set_pinned(&mut self, name: &prefix::Digest, chain: prefix::Digest, on: bool) -> bool {
+        let Some(block) = self.state.prefixes.pin(name, chain, on) else { return false };
+        match self.state.pool.pin(block.place, on) {
+            Dropped::Cached => _ = self.state.prefixes.let_go(block.place),
+            _ => self.state.prefixes.hold(block.place),
+        }
+        true
+    }
+
+    /// [`unpin`](Self::unpin) for the chain whose name begins with these digits; `false` if there is none.
+    pub fn unpin_named(&mut self, digits: &str) -> bool {
+        let begins = |chain: &prefix::Digest| {
+            chain.iter().map(|b| format!("{b:02x}")).collect::<String>().starts_with(digits)
+        };
+        let chain = self.state.prefixes.pins().map(|(chain, _)| *chain).find(begins);
+        chain.is_some_and(|chain| self.unpin(&chain).is_some())
+    }
+
+    /// Unpins a chain, whoever pinned it: what an operator does. Blocks that nobody else pins and no session holds are
+    /// cached from then on. `None` if there is no such chain.
+    pub fn unpin(&mut self, chain: &prefix::Digest) -> Option<prefix::Pin> {
+        let pin = self.state.prefixes.set_pin(*chain, None)?;
+        for name in self.state.prefixes.chain(chain) {
+            self.set_pinned(&name, *chain, false);
+        }
+        self.settle();
+        Some(pin)
     }
 
     fn attach(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
         let attach: wire::Attach = *r.one()?;
         let tokens: &[U32] = r.many(attach.count.get(), MAX_TOKENS)?;
         r.end()?;
+        let more = one_of("attach: more", attach.more, 1)? == 1;
         let s = self.session(client, id)?;
         let profile = &self.state.formats[&s.format].profile;
         let per_block = profile.tokens_per_block() as usize;
@@ -479,14 +600,14 @@ impl Broker {
         }
         // The last token of a prompt is always computed: its logits are what decoding starts from.
         let mut held = whole + found.len() * per_block;
-        if attach.more.get() == 0 && held == prompt && held > head {
+        if !more && held == prompt && held > head {
             held -= 1;
             if per_block == 1 && found.pop().is_some() {
                 names.pop();
             }
         }
         for block in &found {
-            self.state.pool.share(block.place);
+            self.share(*block);
             self.state.pool.add_holder(block.place.extent, client);
         }
         self.fresh_descriptors.retain(|e| found.iter().any(|b| b.place.extent == *e));
@@ -542,8 +663,10 @@ impl Broker {
     }
 
     fn return_extent(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
-        let extent = ExtentId(r.one::<wire::ReturnExtent>()?.extent.get());
+        let back: wire::ReturnExtent = *r.one()?;
         r.end()?;
+        one_of("return extent: reserved", back.reserved, 0)?;
+        let extent = ExtentId(back.extent.get());
         if !self.state.pool.may_hold(extent, client) {
             return Err(Refused::new(Fault::Stale, format!("{extent} is not on this connection")));
         }
@@ -553,13 +676,17 @@ impl Broker {
         if self.client(client).sessions.iter().any(in_table) || in_credit() {
             return Err(Refused::bad(format!("{extent} has blocks of this connection in use")));
         }
+        let suspects = self.state.pool.suspects_in(extent, Some(client));
+        self.free_suspects(client, suspects);
         self.state.pool.remove_holder(extent, client);
         empty()
     }
 
     fn query(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
-        let format = FormatId(r.one::<wire::Query>()?.format.get());
+        let query: wire::Query = *r.one()?;
         r.end()?;
+        one_of("query: reserved", query.reserved, 0)?;
+        let format = FormatId(query.format.get());
         let cut = self.format(client, format)?.cut;
         let tenant = self.client(client).tenant;
         let pool = &self.state.pool;
@@ -569,16 +696,31 @@ impl Broker {
         let mut reply = Reply::default();
         reply.body.put(&wire::Room {
             capacity: self.capacity(tenant, &cut).into(),
-            free: self.available(tenant, &cut).1.into(),
+            free: self.could_grant(tenant, &cut).into(),
             held: held.into(),
         });
         done(reply)
     }
 
+    fn admit_session(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
+        let admit: wire::Admit = *r.one()?;
+        r.end()?;
+        one_of("admit: flags", admit.flags, wire::MAY_EVICT)?;
+        one_of("admit: reserved", admit.reserved, 0)?;
+        match self.admit_verb(client, id, &admit)? {
+            Some(reply) => done(reply),
+            None => Ok(Answer::Later),
+        }
+    }
+
     fn close(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
         let report: wire::Report = *r.one()?;
-        let used = r.many(report.used.get(), MAX_BLOCKS)?;
+        let used: &[wire::WireBlock] = r.many(report.used.get(), MAX_BLOCKS)?;
         r.end()?;
+        // To close a session that was lost is to agree: its blocks are not written any more.
+        if self.forget_lost(client, id) {
+            return empty();
+        }
         self.apply_report(client, id, &report, used)?;
         self.end_session(id);
         empty()

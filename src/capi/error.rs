@@ -46,6 +46,7 @@ codes! {
     Stale = -104, c"stale";
     BadRequest = -105, c"bad-request";
     BrokerFault = -106, c"broker-fault";
+    SessionLost = -107, c"session-lost";
 }
 
 /// What a thread keeps of a failed call.
@@ -88,6 +89,7 @@ impl From<Error> for Failure {
                     Fault::Stale => Code::Stale,
                     Fault::BadRequest => Code::BadRequest,
                     Fault::BrokerFault => Code::BrokerFault,
+                    Fault::SessionLost => Code::SessionLost,
                 };
                 (code, 0, *needed, *available)
             }

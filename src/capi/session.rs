@@ -148,7 +148,8 @@ pub unsafe extern "C" fn kvb_session_open(
         let max_tokens = Some(given.max_tokens).filter(|t| *t > 0);
         let zero = given.flags & KEEP_STALE_BYTES == 0;
         let (client, profile) = profile.parts();
-        let session = client.open_grouped(profile, OpenOptions { label, model, max_tokens, zero })?;
+        let options = OpenOptions { label, model, max_tokens, zero, ..OpenOptions::default() };
+        let session = client.open_grouped(profile, options)?;
         // SAFETY: checked first of all.
         unsafe { hand_out(out, kvb_session::new(session)) };
         Ok(())

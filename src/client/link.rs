@@ -176,6 +176,11 @@ impl Link {
         self.lost.is_some()
     }
 
+    /// Why the broker has gone, if it has.
+    pub fn lost(&self) -> Option<Error> {
+        self.lost.clone().map(Error::Lost)
+    }
+
     /// Sends a request and waits for its reply.
     pub fn call(
         &mut self,
@@ -185,7 +190,10 @@ impl Link {
         fill: impl FnOnce(&mut Writer),
     ) -> Result<Message, Error> {
         let deadline = Instant::now() + timeout;
-        let sequence = self.send(verb, session, timeout, fill)?;
+        let sequence = match self.send(verb, session, timeout, fill) {
+            Ok(sequence) => sequence,
+            Err(e) => return Err(self.refusal().unwrap_or(e)),
+        };
         loop {
             let late = Error::Timeout(timeout);
             let left = deadline.checked_duration_since(Instant::now());
@@ -197,12 +205,28 @@ impl Link {
                 }
                 return Err(late);
             };
+            if message.event() == Some(Event::Refused) {
+                let why = message.verdict().err();
+                self.lost = Some("it refused the connection".into());
+                return Err(why.unwrap_or_else(|| Error::Lost("it refused the connection".into())));
+            }
             if message.sequence == sequence {
                 message.verdict()?;
                 return Ok(message);
             }
             self.aside.push_back(message);
         }
+    }
+
+    /// What the broker said before it hung up, if it refused the connection.
+    fn refusal(&mut self) -> Option<Error> {
+        while let Ok(Some(message)) = self.receive(Duration::ZERO) {
+            if message.event() == Some(Event::Refused) {
+                return message.verdict().err();
+            }
+            self.aside.push_back(message);
+        }
+        None
     }
 
     /// Sends a request whose reply will be found aside.

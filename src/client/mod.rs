@@ -41,7 +41,7 @@ use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::AtomicUsize;
 use std::sync::{Arc, Mutex, MutexGuard};
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use sha2::{Digest, Sha256};
 
@@ -56,7 +56,9 @@ use crate::broker::{Broker, Policy};
 use crate::heap::{Backend, Memfd};
 use crate::id::{BlockId, ExtentId, Place};
 use crate::profile::{Plane, Profile};
-use crate::wire::{self, Event, ExtentInfo, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS, Reader, Verb, Writer};
+use crate::wire::{
+    self, Event, ExtentInfo, Grant, GrantedBlock, MAX_BLOCKS, MAX_FDS, Reader, Verb, Verdict, Writer,
+};
 use arena::Arena;
 use credit::{Credits, Spare};
 use link::{Link, Message};
@@ -98,6 +100,8 @@ pub struct OpenOptions {
     pub model: String,
     /// The longest length in tokens, if it is known: one that can never fit is refused at once.
     pub max_tokens: Option<u64>,
+    /// 1 to 255: who makes room for whom when memory is short, at most the tenant's own; 0 for the tenant's own.
+    pub priority: u8,
     /// Zero blocks that this process has used before, when they are used again. Whoever reads whole tiles of a block,
     /// beyond the tokens that are written, needs it.
     pub zero: bool,
@@ -105,7 +109,7 @@ pub struct OpenOptions {
 
 impl Default for OpenOptions {
     fn default() -> Self {
-        OpenOptions { label: String::new(), model: String::new(), max_tokens: None, zero: true }
+        OpenOptions { label: String::new(), model: String::new(), max_tokens: None, priority: 0, zero: true }
     }
 }
 
@@ -150,6 +154,36 @@ pub struct Room {
     pub held: u64,
 }
 
+/// What came of [`Session::admit`].
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Admission {
+    /// Growing to that length will not be refused, whatever others do.
+    Admitted,
+    /// It fits once this many cached blocks of this tenant are evicted: ask again, and say that they may.
+    AfterEviction(u64),
+    /// It fits when this many blocks that other sessions of this tenant hold are free.
+    WhenYoursFree(u64),
+    /// This many blocks are missing, and other tenants have them.
+    Busy(u64),
+    /// It is too long by this many blocks.
+    NeverFits(u64),
+}
+
+impl Admission {
+    fn of(reply: &wire::Admission) -> Result<Self, Error> {
+        let blocks = reply.blocks.get();
+        let code = u16::try_from(reply.verdict.get()).ok().and_then(Verdict::from_code);
+        Ok(match code {
+            Some(Verdict::Admitted) => Admission::Admitted,
+            Some(Verdict::AfterEviction) => Admission::AfterEviction(blocks),
+            Some(Verdict::WhenYoursFree) => Admission::WhenYoursFree(blocks),
+            Some(Verdict::Busy) => Admission::Busy(blocks),
+            Some(Verdict::NeverFits) => Admission::NeverFits(blocks),
+            None => return Err(Error::Protocol(format!("verdict {}", reply.verdict))),
+        })
+    }
+}
+
 /// A connection to a broker. Cheap to clone; all clones are one connection, which ends with the last clone and the
 /// last session.
 #[derive(Debug, Clone)]
@@ -182,6 +216,8 @@ struct Shared {
     formats: Mutex<Vec<Arc<Format>>>,
     /// Which format a request for blocks was about, until its reply has been taken in.
     asked: Mutex<HashMap<u64, Arc<Format>>>,
+    /// Sessions that the broker wants back, and when it ends them.
+    wanted: Mutex<HashMap<u64, Instant>>,
     info: BrokerInfo,
     options: ClientOptions,
     made_by: u32,
@@ -263,6 +299,7 @@ impl Client {
             arena,
             formats: Mutex::new(Vec::new()),
             asked: Mutex::new(HashMap::new()),
+            wanted: Mutex::new(HashMap::new()),
             info,
             options,
             made_by: std::process::id(),
@@ -313,7 +350,7 @@ impl Client {
         }
         let open = wire::Open {
             format: profile.format.id.into(),
-            reserved: 0.into(),
+            priority: u32::from(options.priority).into(),
             max_tokens: options.max_tokens.unwrap_or(0).into(),
             model: Sha256::digest(&options.model).into(),
             label: wire::label(&options.label),
@@ -327,7 +364,7 @@ impl Client {
 
     /// Takes in what the broker has to say, without waiting: an extent that it wants back, a late answer. Every call
     /// does that too; who makes no calls for long should do it now and then, or when [`event_fd`](Self::event_fd) is
-    /// readable.
+    /// readable. An error when the broker has gone.
     pub fn poll(&self) -> Result<(), Error> {
         self.shared.poll()
     }
@@ -437,7 +474,8 @@ impl Shared {
     fn poll(&self) -> Result<(), Error> {
         let mut link = self.link()?;
         link.drain();
-        self.take_in(&mut link)
+        self.take_in(&mut link)?;
+        link.lost().map_or(Ok(()), Err)
     }
 
     fn room(&self, format: &Format) -> Result<Room, Error> {
@@ -496,7 +534,12 @@ impl Shared {
         while let Some(message) = link.aside.pop_front() {
             match message.event() {
                 Some(Event::GiveBack) => self.give_back(link, &message)?,
-                Some(Event::Goodbye) | None if message.sequence == 0 => {}
+                Some(Event::ReclaimSession) => {
+                    let event: wire::ReclaimSession = read_one(&message)?;
+                    let until = Instant::now() + Duration::from_millis(event.deadline_ms.get().into());
+                    lock(&self.wanted).insert(event.session.get(), until);
+                }
+                Some(_) | None if message.sequence == 0 => {}
                 _ => {
                     let Some(format) = lock(&self.asked).remove(&message.sequence) else { continue };
                     // Refused ahead of need: the next request that really needs blocks will be told why.

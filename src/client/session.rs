@@ -87,6 +87,25 @@ impl Session {
         self.id
     }
 
+    /// When the broker ends this session to make room for one of higher priority, if it has asked: until then it is to be
+    /// dropped or trimmed. Events are taken in by every call, and by [`Client::poll`](super::Client::poll). Afterwards
+    /// every call is refused with [`Fault::SessionLost`](wire::Fault::SessionLost), and rows read as zero or as they were.
+    pub fn wanted_back(&self) -> Option<std::time::Instant> {
+        super::lock(&self.client.wanted).get(&self.id).copied()
+    }
+
+    /// Asks for a promise that the session can grow to `tokens` tokens: the prompt and the longest answer, best after
+    /// [`attach`](Self::attach). `may_evict`: cached prefixes of this tenant may go for it.
+    pub fn admit(&mut self, tokens: usize, may_evict: bool) -> Result<super::Admission, Error> {
+        self.report_all()?;
+        let flags = if may_evict { wire::MAY_EVICT } else { 0 };
+        let admit = wire::Admit { tokens: (tokens as u64).into(), flags: flags.into(), reserved: 0.into() };
+        let reply = self.client.call(Verb::Admit, self.id, |w| {
+            w.put(&admit);
+        })?;
+        super::Admission::of(&read_one(&reply)?)
+    }
+
     /// The geometry.
     pub fn profile(&self) -> &Profile {
         &self.format.profile
@@ -215,7 +234,7 @@ impl Session {
     /// Takes blocks: from credit, and what is missing from the broker. All or none.
     fn take(&mut self, count: usize) -> Result<Vec<Spare>, Error> {
         if count > MAX_FDS && count > self.format.credits.count() as usize {
-            self.admit(count)?;
+            self.refuse_if_short(count)?;
         }
         let mut got: Vec<Spare> = Vec::with_capacity(count);
         let from_credit = |got: &mut Vec<Spare>| {
@@ -254,7 +273,7 @@ impl Session {
     }
 
     /// Refuses at once what takes several requests and cannot all be granted.
-    fn admit(&self, count: usize) -> Result<(), Error> {
+    fn refuse_if_short(&self, count: usize) -> Result<(), Error> {
         let room = self.client.room(&self.format)?;
         let needed = count as u64;
         let all = needed.saturating_add((self.entries.len() - self.head) as u64);
@@ -763,6 +782,7 @@ impl Drop for Session {
             w.put(&report);
             w.put_blocks(blocks.iter().copied());
         });
+        super::lock(&self.client.wanted).remove(&self.id);
         // A process without sessions needs nothing ahead; one with others keeps what it would ask for anyway.
         let last = self.format.sessions.fetch_sub(1, Ordering::Relaxed) == 1;
         let keep = if last { 0 } else { self.client.options.credit_ahead };

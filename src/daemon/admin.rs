@@ -10,7 +10,8 @@ use std::os::unix::net::UnixStream;
 
 use nix::sys::socket::{getsockopt, sockopt};
 
-use crate::broker::{Borrower, Broker, HoldId, HoldProgress};
+use crate::broker::{Borrower, Broker, HoldId, HoldProgress, LimitChange, PinReport};
+use crate::id::Tenant;
 
 /// Operators at one time, leases not counted.
 pub(super) const MOST: usize = 16;
@@ -173,14 +174,61 @@ fn answer(broker: &mut Broker, request: &str) -> serde_json::Result<serde_json::
         "sessions" => serde_json::to_value(broker.sessions()),
         "map" => serde_json::to_value(broker.map()),
         "check" => serde_json::to_value(Check::of(broker)),
-        other => Ok(refusal(&format!(
-            "there is no request {other:?}: ask for status, sessions, map, check or hold BYTES COMMAND"
-        ))),
+        "limits" => serde_json::to_value(broker.limits()),
+        other => match other.split_once(' ') {
+            Some(("limits", change)) => match limit_change(change) {
+                Ok(change) => serde_json::to_value(broker.change_limits(&change)),
+                Err(why) => Ok(refusal(&why)),
+            },
+            Some(("unpin", which)) => serde_json::to_value(unpin(broker, which)),
+            _ => Ok(refusal(&format!(
+                "there is no request {other:?}: ask for status, sessions, map, check, limits, unpin or hold BYTES COMMAND"
+            ))),
+        },
     }
 }
 
 fn refusal(why: &str) -> serde_json::Value {
     serde_json::json!({ "error": why })
+}
+
+/// `uid=N [reserve=BYTES] [limit=BYTES|none] [priority=N] [revision=N]`
+fn limit_change(text: &str) -> Result<LimitChange, String> {
+    let mut uid = None;
+    let tenant = Tenant(0);
+    let mut change = LimitChange { tenant, reserve: None, limit: None, priority: None, revision: None };
+    for word in text.split_whitespace() {
+        let (key, value) = word.split_once('=').ok_or_else(|| format!("{word}: write key=value"))?;
+        let number = || value.parse::<u64>().map_err(|e| format!("{key} = {value}: {e}"));
+        match key {
+            "uid" => uid = Some(value.parse().map_err(|e| format!("uid = {value}: {e}"))?),
+            "reserve" => change.reserve = Some(number()?),
+            "limit" if value == "none" => change.limit = Some(None),
+            "limit" => change.limit = Some(Some(number()?)),
+            "priority" => {
+                change.priority = Some(value.parse().map_err(|e| format!("priority = {value}: {e}"))?);
+            }
+            "revision" => change.revision = Some(number()?),
+            _ => return Err(format!("{key}: there are uid, reserve, limit, priority and revision")),
+        }
+    }
+    change.tenant = Tenant(uid.ok_or("whose limits? uid is missing")?);
+    Ok(change)
+}
+
+/// What was unpinned.
+#[derive(serde::Serialize)]
+struct Unpinned {
+    unpinned: Vec<PinReport>,
+}
+
+/// Unpins the chains whose names begin with `which`, or all for `all`.
+fn unpin(broker: &mut Broker, which: &str) -> Unpinned {
+    let pins = broker.status().pins;
+    let named = |p: &PinReport| which == "all" || (!which.is_empty() && p.chain.starts_with(which));
+    let mut unpinned: Vec<PinReport> = pins.into_iter().filter(named).collect();
+    unpinned.retain(|pin| broker.unpin_named(&pin.chain));
+    Unpinned { unpinned }
 }
 
 #[derive(serde::Serialize)]

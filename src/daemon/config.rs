@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use super::check::{self, Outlook};
 use super::pressure;
-use crate::broker::Policy;
+use crate::broker::{Eviction, Policy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
 use crate::heap::{Backend, DmaHeap};
 use crate::id::Tenant;
@@ -124,6 +124,9 @@ struct LimitsTable {
     sessions_per_connection: u32,
     profiles_per_connection: u32,
     tenant: Option<Size>,
+    connection: Option<Size>,
+    pinned: Option<Size>,
+    reclaim_ms: u32,
 }
 
 impl Default for LimitsTable {
@@ -135,15 +138,27 @@ impl Default for LimitsTable {
             sessions_per_connection: policy.sessions_per_connection,
             profiles_per_connection: policy.profiles_per_connection,
             tenant: None,
+            connection: None,
+            pinned: None,
+            reclaim_ms: policy.reclaim_ms,
         }
     }
 }
 
-#[derive(Debug, Deserialize)]
+#[derive(Debug, Clone, Copy, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct TenantTable {
     uid: u32,
-    limit: Size,
+    reserve: Option<Size>,
+    limit: Option<Size>,
+    priority: Option<u8>,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct CacheTable {
+    limit: Option<Size>,
+    eviction: Eviction,
 }
 
 #[derive(Debug, Deserialize)]
@@ -184,6 +199,7 @@ struct File {
     pool: PoolTable,
     socket: SocketTable,
     limits: LimitsTable,
+    cache: CacheTable,
     tenant: Vec<TenantTable>,
     profile: Vec<ProfileTable>,
     scrub: Scrub,
@@ -306,7 +322,8 @@ pub struct Config {
     /// Limits. Those of tenants are still to be turned into extents: see [`Config::policy`].
     limits: Policy,
     tenant_limit: Option<Size>,
-    tenant_limits: BTreeMap<Tenant, Size>,
+    pinned: u64,
+    tenants: BTreeMap<Tenant, TenantTable>,
     /// Where each key was set, for what is said about it.
     pub(super) origins: Origins,
 }
@@ -407,7 +424,7 @@ impl Config {
 
     /// The limits of tenants as they are written; without uid the one for all.
     pub(super) fn tenant_limits(&self) -> impl Iterator<Item = (Option<u32>, Size)> + '_ {
-        let each = self.tenant_limits.iter().map(|(tenant, limit)| (Some(tenant.0), *limit));
+        let each = self.tenants.iter().filter_map(|(tenant, t)| Some((Some(tenant.0), t.limit?)));
         self.tenant_limit.map(|limit| (None, limit)).into_iter().chain(each)
     }
 
@@ -435,9 +452,9 @@ impl Config {
             || origins.wrong("socket.mode", &file.socket.mode, "write it in octal, such as \"0660\"".into());
         let mode =
             u32::from_str_radix(&file.socket.mode, 8).ok().filter(|m| *m <= 0o777).ok_or_else(bad_mode)?;
-        let mut tenant_limits = BTreeMap::new();
+        let mut tenants = BTreeMap::new();
         for t in &file.tenant {
-            if tenant_limits.insert(Tenant(t.uid), t.limit).is_some() {
+            if tenants.insert(Tenant(t.uid), *t).is_some() {
                 let text = format!("[[tenant]] uid = {} stands there twice", t.uid);
                 return Err(origins.refuse("tenant", text));
             }
@@ -458,11 +475,30 @@ impl Config {
             path: over.pressure_file.clone().unwrap_or(usual.path),
             every: over.pressure_every.map_or(usual.every, std::time::Duration::from_millis),
         };
+        let reserves: u64 = file.tenant.iter().filter_map(|t| t.reserve).map(Size::bytes).sum();
+        if reserves > pool_bytes {
+            let (all, pool) = (Size::from_bytes(reserves), Size::from_bytes(pool_bytes));
+            let text = format!("the reserves are {all} together, more than the pool of {pool}");
+            return Err(origins.refuse("tenant", text));
+        }
+        for t in &file.tenant {
+            if let (Some(reserve), Some(limit)) = (t.reserve, t.limit) {
+                if reserve.bytes() > limit.bytes() {
+                    let uid = t.uid;
+                    let text = format!("uid {uid}: a reserve of {reserve} is more than its limit of {limit}");
+                    return Err(origins.refuse("tenant", text));
+                }
+            }
+        }
         let limits = Policy {
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
             sessions_per_connection: file.limits.sessions_per_connection,
             profiles_per_connection: file.limits.profiles_per_connection,
+            bytes_per_connection: file.limits.connection.map(Size::bytes),
+            reclaim_ms: file.limits.reclaim_ms,
+            cache_bytes: file.cache.limit.map(Size::bytes),
+            eviction: file.cache.eviction,
             scrub_always: file.scrub == Scrub::Always,
             ..Policy::default()
         };
@@ -486,7 +522,8 @@ impl Config {
             admin_socket: over.admin_socket.clone().unwrap_or(file.socket.admin_path),
             limits,
             tenant_limit: file.limits.tenant,
-            tenant_limits,
+            pinned: file.limits.pinned.map_or(pool_bytes / 4, Size::bytes),
+            tenants,
             origins,
         })
     }
@@ -494,9 +531,21 @@ impl Config {
     /// The limits, those of tenants in whole extents of this pool: what changes hands is extents.
     pub fn policy(&self, extent_bytes: u64, one_block: bool) -> Policy {
         let extents = |size: Size| u32::try_from(size.bytes() / extent_bytes).unwrap_or(u32::MAX);
+        let usual = TenantPolicy {
+            limit: self.tenant_limit.map(extents),
+            pinned: self.pinned,
+            ..TenantPolicy::default()
+        };
+        let reserve = |size: Size| u32::try_from(size.bytes().div_ceil(extent_bytes)).unwrap_or(u32::MAX);
+        let of = |t: &TenantTable| TenantPolicy {
+            reserve: t.reserve.map_or(0, reserve),
+            limit: t.limit.map(extents).or(usual.limit),
+            priority: t.priority.unwrap_or(usual.priority),
+            ..usual
+        };
         Policy {
-            extents_per_tenant: self.tenant_limit.map(extents),
-            extents_of: self.tenant_limits.iter().map(|(t, size)| (*t, extents(*size))).collect(),
+            usual_tenant: usual,
+            tenants: self.tenants.iter().map(|(tenant, t)| (*tenant, of(t))).collect(),
             one_block_per_extent: one_block,
             elastic: self.elastic,
             floor_extents: match self.elastic {
@@ -612,7 +661,8 @@ mod tests {
         assert_eq!((c.pool_bytes, c.minimum_bytes), (256 << 20, 128 << 20));
         assert_eq!(c.profiles, [Profile::reference()]);
         assert_eq!(c.socket_mode, 0o660);
-        assert_eq!(c.policy(3 << 20, false), Policy::default());
+        let usual_tenant = TenantPolicy { pinned: 64 << 20, ..TenantPolicy::default() };
+        assert_eq!(c.policy(3 << 20, false), Policy { usual_tenant, ..Policy::default() });
     }
 
     #[test]
@@ -647,6 +697,12 @@ mod tests {
             "tenant",
             "uid",
             "limit",
+            "connection",
+            "pinned",
+            "reclaim-ms",
+            "reserve",
+            "priority",
+            "eviction",
             "model",
             "name",
             "layers",
@@ -773,8 +829,8 @@ mod tests {
     fn limits_of_tenants_are_whole_extents() {
         let c = read("[limits]\ntenant = \"10M\"\n[[tenant]]\nuid = 7\nlimit = \"96M\"\n").unwrap();
         let policy = c.policy(3 << 20, false);
-        assert_eq!(policy.extents_per_tenant, Some(3));
-        assert_eq!(policy.extents_of[&Tenant(7)], 32);
+        assert_eq!(policy.usual_tenant.limit, Some(3));
+        assert_eq!(policy.tenants[&Tenant(7)].limit, Some(32));
     }
 
     #[test]

@@ -19,10 +19,10 @@ use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
 use super::pressure::{Needs, News, Pressure};
 use super::worker::Worker;
-use crate::broker::{Broker, Peer};
+use crate::broker::{Broker, ConnectError, Peer};
 use crate::id::ClientId;
 use crate::seqpacket::SeqPacket;
-use crate::wire::MAX_MESSAGE;
+use crate::wire::{self, Event, Fault, MAX_MESSAGE, Writer};
 
 /// Connections that are accepted in one turn.
 const PER_TURN: usize = 16;
@@ -298,7 +298,14 @@ impl Server {
         };
         let socket = SeqPacket::from(fd);
         socket.refuse_descriptors();
-        let id = self.broker.connect(Peer { uid, pid: peer.pid() })?;
+        let id = match self.broker.connect(Peer { uid, pid: peer.pid() }) {
+            Ok(id) => id,
+            Err(e) => {
+                // One message, if the socket takes it: whoever is refused learns why.
+                let _ = socket.send(&refusal(&e), &[]);
+                return Err(e.into());
+            }
+        };
         let connection = Connection::new(socket, pidfd, uid);
         let added =
             self.epoll.add(&connection, EpollEvent::new(EpollFlags::EPOLLIN, Token::Client(id).pack()));
@@ -496,6 +503,19 @@ impl Server {
         }
         Ok(())
     }
+}
+
+/// The event `refused`.
+fn refusal(why: &ConnectError) -> Vec<u8> {
+    let (fault, needed, available) = match why {
+        ConnectError::Nobody => (Fault::BadRequest, 0, 0),
+        ConnectError::Full(most) => (Fault::OverLimit, u64::from(*most) + 1, (*most).into()),
+        ConnectError::TenantFull { count, .. } => (Fault::OverLimit, u64::from(*count) + 1, (*count).into()),
+    };
+    let mut event = Writer::start(wire::EVENT | Event::Refused as u16, fault as u16, 0, 0);
+    event.put(&wire::Refusal { needed: needed.into(), available: available.into() });
+    event.put(why.to_string().as_bytes());
+    event.finish()
 }
 
 fn as_fd(operator: &Operator) -> std::os::fd::BorrowedFd<'_> {

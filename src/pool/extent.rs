@@ -1,7 +1,8 @@
 //! One extent: who owns it, how it is cut into slots, and what is in each slot.
 //!
-//! Owns the slots. Invariants: an extent has an owner exactly while it is cut into slots; its count of free slots is
-//! the number of slots that are free; an extent that is wanted back has only free slots; a slot's generation only grows, also when the extent is cut anew.
+//! Owns the slots. Invariants: an extent has an owner exactly while it is cut into slots; its counts of free, cached and
+//! suspect slots are the numbers of slots that are so; an extent that is wanted back has only free slots; a slot's
+//! generation only grows, also when the extent is cut anew.
 
 use std::collections::BTreeSet;
 
@@ -17,7 +18,9 @@ pub enum Block {
     Free,
     /// A block that a process has ahead of need.
     Credit(ClientId),
-    /// A block of a session's table, or a pinned one.
+    /// Nobody's, but the process of a session that was ended may still write there: granted to nobody.
+    Suspect(ClientId),
+    /// A block of a session's table, a pinned or a cached one.
     Held {
         /// How many tables it stands in.
         refs: u32,
@@ -29,11 +32,17 @@ pub enum Block {
 }
 
 impl Block {
+    /// Whether it is kept only for whoever may ask for it: sealed, in no table, not pinned.
+    pub fn is_cached(self) -> bool {
+        matches!(self, Block::Held { refs: 0, sealed: true, pinned: false })
+    }
+
     /// Where the ledger books it.
     pub fn account(self) -> Account {
         match self {
             Block::Free => Account::Stranded,
             Block::Credit(_) => Account::Credit,
+            Block::Suspect(_) => Account::Quarantined,
             Block::Held { pinned: true, .. } => Account::Pinned,
             Block::Held { refs: 0, .. } => Account::Cached,
             Block::Held { sealed: false, refs: 1, .. } => Account::Private,
@@ -68,11 +77,23 @@ pub struct Owned {
     pub slots: Vec<Slot>,
     /// How many of them are free.
     pub free: u32,
+    /// How many of them are cached.
+    pub cached: u32,
+    /// How many of them are suspect.
+    pub suspect: u32,
+    /// When a block of it became cached last, by the pool's clock.
+    pub warmth: u64,
     /// Its holders have been asked to give it back: no block of it is granted meanwhile.
     pub wanted_back: bool,
 }
 
 impl Owned {
+    /// Whether there are blocks that are not free, and every one of them is cached or suspect.
+    pub fn is_cold(&self) -> bool {
+        let gone = self.cached + self.suspect;
+        gone > 0 && (self.free + gone) as usize == self.slots.len()
+    }
+
     /// Whether blocks of it can be granted.
     pub(super) fn is_open(&self) -> bool {
         self.free > 0 && !self.wanted_back

@@ -25,7 +25,7 @@ pub enum Account {
     Cached,
     /// In sealed blocks that stay whoever comes or goes.
     Pinned,
-    /// In extents that must not be used because somebody may still reach them.
+    /// In extents and blocks that must not be used because somebody may still reach them.
     Quarantined,
     /// In extents given back to the kernel for a while.
     Lent,

@@ -5,7 +5,7 @@
 //! - the ledger adds up to the pool, and is what a count from the extents gives;
 //! - an extent belongs to one tenant at a time, and changes hands only as a new extent;
 //! - a place is granted only while it is free, and each grant is a new generation of it;
-//! - the index of extents with free places is exactly those.
+//! - the index of extents with free places is exactly those, and so is that of extents with nothing but cached blocks.
 
 mod extent;
 mod ledger;
@@ -75,6 +75,8 @@ pub struct Taken {
 
 /// The extents with free places, by whose they are and who lives there.
 type Open = BTreeMap<(Tenant, FormatId, Option<ClientId>), BTreeSet<ExtentId>>;
+/// The extents in which every block in use is cached or suspect, coldest first.
+type Cold = BTreeMap<Tenant, BTreeSet<(u64, ExtentId)>>;
 
 /// All memory the broker holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -82,6 +84,8 @@ type Open = BTreeMap<(Tenant, FormatId, Option<ClientId>), BTreeSet<ExtentId>>;
 pub struct Pool {
     extent_bytes: u64,
     next: u32,
+    /// Grows with each block that becomes cached: tells warm extents from cold ones.
+    clock: u64,
     extents: BTreeMap<ExtentId, Extent>,
     // What follows is derived from the extents, so that a look-up need not search them.
     ledger: Ledger,
@@ -94,6 +98,9 @@ pub struct Pool {
     free_places: BTreeMap<(Tenant, FormatId), u64>,
     tenant_extents: BTreeMap<Tenant, u32>,
     held: BTreeMap<ClientId, BTreeSet<ExtentId>>,
+    cold: Cold,
+    pinned: BTreeMap<Tenant, u64>,
+    credit: BTreeMap<ClientId, u64>,
 }
 
 /// The part of a pool that its record holds.
@@ -101,12 +108,13 @@ pub struct Pool {
 struct Stored {
     extent_bytes: u64,
     next: u32,
+    clock: u64,
     extents: BTreeMap<ExtentId, Extent>,
 }
 
 impl From<Pool> for Stored {
     fn from(p: Pool) -> Self {
-        Stored { extent_bytes: p.extent_bytes, next: p.next, extents: p.extents }
+        Stored { extent_bytes: p.extent_bytes, next: p.next, clock: p.clock, extents: p.extents }
     }
 }
 
@@ -114,6 +122,7 @@ impl From<Stored> for Pool {
     fn from(s: Stored) -> Self {
         let mut pool = Pool::new(s.extent_bytes);
         pool.next = s.next;
+        pool.clock = s.clock;
         pool.extents = s.extents;
         pool.index();
         pool
@@ -126,6 +135,7 @@ impl Pool {
         Pool {
             extent_bytes,
             next: 1,
+            clock: 0,
             extents: BTreeMap::new(),
             ledger: Ledger::default(),
             clean: BTreeSet::new(),
@@ -137,6 +147,9 @@ impl Pool {
             free_places: BTreeMap::new(),
             tenant_extents: BTreeMap::new(),
             held: BTreeMap::new(),
+            cold: Cold::new(),
+            pinned: BTreeMap::new(),
+            credit: BTreeMap::new(),
         }
     }
 
@@ -292,6 +305,9 @@ impl Pool {
             home: Some(take.client),
             slots: vec![fresh; cut.slots as usize],
             free: cut.slots,
+            cached: 0,
+            suspect: 0,
+            warmth: 0,
             wanted_back: false,
         });
         let bytes = cut.slot_bytes * u64::from(cut.slots);
@@ -348,14 +364,19 @@ impl Pool {
         }
     }
 
-    /// The one place where a slot changes: books the change in the ledger and in the index of free places.
+    /// The one place where a slot changes: books the change in the ledger and in every index.
     fn set(&mut self, place: Place, to: Block) {
         let owned = self.owned_mut(place.extent);
+        let was_cold = owned.is_cold();
+        let warmth = owned.warmth;
         let slot = &mut owned.slots[place.slot as usize];
         let from = std::mem::replace(&mut slot.block, to);
         let (was_free, is_free) = (from == Block::Free, to == Block::Free);
         let key = (owned.tenant, owned.format, owned.home);
         let bytes = owned.slot_bytes;
+        owned.cached = owned.cached - u32::from(from.is_cached()) + u32::from(to.is_cached());
+        let suspect = |b: Block| u32::from(matches!(b, Block::Suspect(_)));
+        owned.suspect = owned.suspect - suspect(from) + suspect(to);
         if was_free && !is_free {
             owned.free -= 1;
             let full = owned.free == 0;
@@ -368,7 +389,31 @@ impl Pool {
             self.count_free((key.0, key.1), 1);
             self.open.entry(key).or_default().insert(place.extent);
         }
+        if to.is_cached() && !from.is_cached() {
+            self.clock += 1;
+            let now = self.clock;
+            self.owned_mut(place.extent).warmth = now;
+        }
+        if was_cold {
+            remove_from(&mut self.cold, key.0, &(warmth, place.extent));
+        }
+        let owned = self.owned_mut(place.extent);
+        let (is_cold, warmth) = (owned.is_cold(), owned.warmth);
+        if is_cold {
+            self.cold.entry(key.0).or_default().insert((warmth, place.extent));
+        }
+        self.count_use(key.0, from, bytes, false);
+        self.count_use(key.0, to, bytes, true);
         self.ledger.transfer(from.account(), to.account(), bytes);
+    }
+
+    /// Books what a tenant has pinned and what a client has as credit. Entries of 0 are not kept.
+    fn count_use(&mut self, tenant: Tenant, block: Block, bytes: u64, add: bool) {
+        match block {
+            Block::Held { pinned: true, .. } => count(&mut self.pinned, tenant, bytes, add),
+            Block::Credit(client) => count(&mut self.credit, client, bytes, add),
+            _ => {}
+        }
     }
 
     fn block(&self, place: Place) -> Block {
@@ -393,8 +438,9 @@ impl Pool {
         }
     }
 
-    /// A block leaves a table. The last holder of an unsealed block gets it as credit if `to_credit` names it.
-    pub fn drop_ref(&mut self, place: Place, to_credit: Option<ClientId>) -> Dropped {
+    /// A block leaves a table. The last holder of an unsealed block gets it as credit if `to_credit` names it; a sealed
+    /// one stays as cached if `keep`.
+    pub fn drop_ref(&mut self, place: Place, to_credit: Option<ClientId>, keep: bool) -> Dropped {
         let Block::Held { refs, sealed, pinned } = self.block(place) else {
             unreachable!("a table names blocks that are held");
         };
@@ -406,6 +452,10 @@ impl Pool {
             Some(client) if !sealed => {
                 self.set(place, Block::Credit(client));
                 Dropped::Credit
+            }
+            _ if sealed && keep => {
+                self.set(place, Block::Held { refs: 0, sealed, pinned });
+                Dropped::Cached
             }
             _ => {
                 self.set(place, Block::Free);
@@ -432,19 +482,73 @@ impl Pool {
         }
     }
 
-    /// A sealed block stays, or may go again. `Freed` when it went with that.
+    /// A sealed block stays whoever holds it, or no longer: then it is cached if no table holds it.
     pub fn pin(&mut self, place: Place, on: bool) -> Dropped {
-        match self.block(place) {
-            Block::Held { refs: 0, .. } if !on => {
-                self.set(place, Block::Free);
-                Dropped::Freed
-            }
-            Block::Held { refs, sealed, .. } => {
-                self.set(place, Block::Held { refs, sealed, pinned: on });
-                Dropped::Kept
-            }
-            _ => Dropped::Kept,
+        let Block::Held { refs, sealed, .. } = self.block(place) else { return Dropped::Kept };
+        self.set(place, Block::Held { refs, sealed, pinned: on });
+        if refs == 0 && !on { Dropped::Cached } else { Dropped::Kept }
+    }
+
+    /// A cached block goes.
+    ///
+    /// # Panics
+    /// If it is not cached: a defect of the caller.
+    pub fn evict(&mut self, place: Place) {
+        assert!(self.block(place).is_cached(), "{place:?} is not cached");
+        self.set(place, Block::Free);
+    }
+
+    /// A block of a table that only this table holds leaves it, but `client` may still write there: it is granted to
+    /// nobody. `false` and no change for a block that others hold too, or that is sealed.
+    pub fn suspect(&mut self, place: Place, client: ClientId) -> bool {
+        let alone = self.block(place) == Block::Held { refs: 1, sealed: false, pinned: false };
+        if alone {
+            self.set(place, Block::Suspect(client));
         }
+        alone
+    }
+
+    /// Nobody writes there any more.
+    pub fn clear_suspect(&mut self, place: Place) {
+        if matches!(self.block(place), Block::Suspect(_)) {
+            self.set(place, Block::Free);
+        }
+    }
+
+    /// The same for a whole extent that is about to be taken from its holders.
+    pub fn drop_suspects(&mut self, extent: ExtentId) {
+        self.suspects_in(extent, None).into_iter().for_each(|b| self.clear_suspect(b.place));
+    }
+
+    /// Blocks of an extent that a client, or any one, may still write without holding them.
+    pub fn suspects_in(&self, extent: ExtentId, client: Option<ClientId>) -> Vec<BlockId> {
+        let slots = self.extents.get(&extent).and_then(Extent::owned).map_or(&[][..], |o| &o.slots);
+        let is_it = |b: Block| matches!(b, Block::Suspect(c) if client.is_none_or(|client| client == c));
+        let name = |(slot, s): (usize, &Slot)| BlockId {
+            place: Place { extent, slot: slot as u32 },
+            generation: s.generation,
+        };
+        slots.iter().enumerate().filter(|(_, s)| is_it(s.block)).map(name).collect()
+    }
+
+    /// Extents of `tenant` in which every block in use is cached, or held back from everybody; coldest first.
+    pub fn cold(&self, tenant: Tenant) -> impl Iterator<Item = ExtentId> {
+        self.cold.get(&tenant).into_iter().flatten().map(|(_, extent)| *extent)
+    }
+
+    /// Every tenant that has extents.
+    pub fn tenants(&self) -> impl Iterator<Item = Tenant> {
+        self.tenant_extents.keys().copied()
+    }
+
+    /// Bytes that `tenant` has pinned.
+    pub fn pinned_bytes(&self, tenant: Tenant) -> u64 {
+        self.pinned.get(&tenant).copied().unwrap_or(0)
+    }
+
+    /// Bytes that `client` has as credit.
+    pub fn credit_bytes(&self, client: ClientId) -> u64 {
+        self.credit.get(&client).copied().unwrap_or(0)
     }
 
     /// All credit of `client`.
@@ -659,16 +763,10 @@ impl Pool {
         self.lent
     }
 
-    /// Extents without a block in use that clients still have and are not asked for.
-    pub fn vacant(&self) -> impl Iterator<Item = (ExtentId, &Owned)> {
-        let owned = self.extents.iter().filter_map(|(id, e)| Some((*id, e.owned()?)));
-        owned.filter(|(_, o)| o.free as usize == o.slots.len() && !o.wanted_back)
-    }
-
     fn index(&mut self) {
         let fresh = Pool { extents: BTreeMap::new(), ..Pool::new(self.extent_bytes) };
         let extents = std::mem::take(&mut self.extents);
-        *self = Pool { next: self.next, ..fresh };
+        *self = Pool { next: self.next, clock: self.clock, ..fresh };
         for (&id, e) in &extents {
             let Some(o) = e.owned() else {
                 let account = match e.usage {
@@ -689,6 +787,10 @@ impl Pool {
             self.ledger[Account::Waste] += self.extent_bytes - o.slot_bytes * o.slots.len() as u64;
             for s in &o.slots {
                 self.ledger[s.block.account()] += o.slot_bytes;
+                self.count_use(o.tenant, s.block, o.slot_bytes, true);
+            }
+            if o.is_cold() {
+                self.cold.entry(o.tenant).or_default().insert((o.warmth, id));
             }
             *self.tenant_extents.entry(o.tenant).or_default() += 1;
             for client in &e.holders {
@@ -728,8 +830,16 @@ impl Pool {
             if o.slots.iter().any(|s| s.generation > e.last_generation) {
                 return Err(format!("{id} has a place in a life beyond {}", e.last_generation));
             }
-            if o.slots.iter().any(|s| matches!(s.block, Block::Held { refs: 0, pinned: false, .. })) {
-                return Err(format!("{id} has a block that nobody holds"));
+            if o.slots.iter().any(|s| matches!(s.block, Block::Held { refs: 0, sealed: false, .. })) {
+                return Err(format!("{id} has a block that is not sealed and that nobody holds"));
+            }
+            let cached = o.slots.iter().filter(|s| s.block.is_cached()).count();
+            if cached != o.cached as usize {
+                return Err(format!("{id} counts {} cached blocks, it has {cached}", o.cached));
+            }
+            let suspect = o.slots.iter().filter(|s| matches!(s.block, Block::Suspect(_))).count();
+            if suspect != o.suspect as usize {
+                return Err(format!("{id} counts {} suspect blocks, it has {suspect}", o.suspect));
             }
         }
         if anew != *self {
@@ -746,6 +856,29 @@ pub enum Dropped {
     Kept,
     /// It is credit of the client.
     Credit,
+    /// It is sealed, and kept for whoever asks for it next.
+    Cached,
     /// It is free.
     Freed,
+}
+
+fn remove_from<K: Ord, V: Ord>(sets: &mut BTreeMap<K, BTreeSet<V>>, key: K, value: &V) {
+    if let Some(set) = sets.get_mut(&key) {
+        set.remove(value);
+        if set.is_empty() {
+            sets.remove(&key);
+        }
+    }
+}
+
+fn count<K: Ord + Copy>(totals: &mut BTreeMap<K, u64>, key: K, bytes: u64, add: bool) {
+    let total = totals.entry(key).or_default();
+    if add {
+        *total += bytes;
+    } else {
+        *total -= bytes;
+    }
+    if *total == 0 {
+        totals.remove(&key);
+    }
 }

@@ -49,7 +49,7 @@ impl Running {
         let mut kvbctl = hold(daemon, size, &["sh", "-c", &script]).spawn().unwrap();
         let mut line = String::new();
         BufReader::new(kvbctl.stdout.take().unwrap()).read_line(&mut line).unwrap();
-        let command = line.trim().parse().unwrap_or_else(|_| panic!("{:?}", kvbctl.wait_with_output()));
+        let command = line.trim().parse().unwrap_or_else(|_| panic!("it said {line:?}"));
         Running { kvbctl, command: Pid::from_raw(command) }
     }
 

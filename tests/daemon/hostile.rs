@@ -226,7 +226,7 @@ fn a_flood_of_connections_at_the_limit_of_open_files_leaves_the_others_alone() {
     drop(flood);
     until("there is room again", || {
         let mut raw = daemon.raw();
-        raw.send(Verb::Hello, 0, |w| _ = w.put(&hello_body())).is_ok() && raw.receive().is_some()
+        raw.ask(Verb::Hello, 0, |w| _ = w.put(&hello_body())).is_some_and(|r| r.fault.is_none())
     });
     daemon.lives();
 }
@@ -248,14 +248,16 @@ fn one_user_cannot_take_all_connections() {
     let mut mine: Vec<_> = (0..3).map(|_| daemon.raw()).collect();
     mine.iter_mut().for_each(|raw| assert_eq!(raw.hello().fault, None));
     let mut fourth = daemon.raw();
-    let _ = fourth.send(Verb::Hello, 0, |w| _ = w.put(&hello_body()));
+    let refused = fourth.receive().expect("a word before the end");
+    assert_eq!((refused.number, refused.fault), (0, Some(Fault::OverLimit)));
+    assert!(String::from_utf8_lossy(&refused.body).contains("limits.connections-per-tenant"));
     assert_eq!(fourth.receive(), None);
     let mut other = daemon.helper(4002);
     other.must("open");
     mine.pop();
     until("a connection that ended counts no more", || {
         let mut raw = daemon.raw();
-        raw.send(Verb::Hello, 0, |w| _ = w.put(&hello_body())).is_ok() && raw.receive().is_some()
+        raw.ask(Verb::Hello, 0, |w| _ = w.put(&hello_body())).is_some_and(|r| r.fault.is_none())
     });
 }
 

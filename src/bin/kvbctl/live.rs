@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use kvbroker::broker::{MapReport, SessionReport, StatusReport};
+use kvbroker::broker::{LimitsReport, MapReport, Outcome, SessionReport, StatusReport};
 use kvbroker::daemon::DEFAULT_ADMIN_SOCKET;
 use kvbroker::size::Size;
 use serde::de::DeserializeOwned;
@@ -121,6 +121,124 @@ impl Ask {
     }
 }
 
+/// `kvbctl limits`
+#[derive(Debug, Args)]
+pub struct Limits {
+    #[command(flatten)]
+    ask: Ask,
+    /// Whose limits to change
+    uid: Option<u32>,
+    /// Extents that are always there for it, as a size; rounded up
+    #[arg(long, value_name = "SIZE", requires = "uid")]
+    reserve: Option<Size>,
+    /// What it may own at most, rounded down; `none` for no limit
+    #[arg(long, value_name = "SIZE", requires = "uid")]
+    limit: Option<String>,
+    /// 0 to 255; sessions of lower priority make room for those of higher
+    #[arg(long, value_name = "N", requires = "uid")]
+    priority: Option<u8>,
+    /// Only if this is still the revision that holds
+    #[arg(long, value_name = "N", requires = "uid")]
+    revision: Option<u64>,
+}
+
+impl Limits {
+    /// Asks, and prints what holds then. A change that is refused is exit code 1.
+    pub fn run(&self, out: &mut impl Write) -> Result<(), Failure> {
+        let mut question = "limits".to_owned();
+        if let Some(uid) = self.uid {
+            question += &format!(" uid={uid}");
+        }
+        if let Some(reserve) = self.reserve {
+            question += &format!(" reserve={}", reserve.bytes());
+        }
+        match self.limit.as_deref() {
+            None => {}
+            Some("none") => question += " limit=none",
+            Some(size) => {
+                let size: Size =
+                    size.parse().map_err(|e| Failure::Refused(format!("--limit {size}: {e}")))?;
+                question += &format!(" limit={}", size.bytes());
+            }
+        }
+        if let Some(priority) = self.priority {
+            question += &format!(" priority={priority}");
+        }
+        if let Some(revision) = self.revision {
+            question += &format!(" revision={revision}");
+        }
+        let answer = self.ask.answer(&question)?;
+        let report: LimitsReport = serde_json::from_value(answer.clone())
+            .map_err(|e| Failure::Refused(format!("the broker's answer is of another version ({e})")))?;
+        if report.outcome == Some(Outcome::Refused) {
+            return Err(Failure::Refused(report.reasons.join("; ")));
+        }
+        if self.ask.json {
+            return print_json(out, &answer);
+        }
+        print_limits(&report, out)?;
+        Ok(())
+    }
+}
+
+fn print_limits(report: &LimitsReport, out: &mut dyn Write) -> io::Result<()> {
+    if report.outcome == Some(Outcome::Deferred) {
+        writeln!(out, "taken, and in force for what comes: {}", report.reasons.join("; "))?;
+    }
+    let each = mib(report.extent_bytes);
+    writeln!(
+        out,
+        "revision {}; {} extents of {each}, {} of them reserved",
+        report.revision, report.extents, report.reserved
+    )?;
+    writeln!(out, "   uid  reserve  limit  priority  extents  pinned      cached      sessions")?;
+    for t in &report.tenants {
+        let limit = t.limit.map_or("none".into(), |limit| limit.to_string());
+        writeln!(
+            out,
+            "{:>6}  {:>7}  {limit:>5}  {:>8}  {:>7}  {:<10}  {:<10}  {:>8}",
+            t.uid,
+            t.reserve,
+            t.priority,
+            t.extents,
+            mib(t.pinned_bytes),
+            mib(t.cached_bytes),
+            t.sessions
+        )?;
+    }
+    Ok(())
+}
+
+/// `kvbctl unpin`
+#[derive(Debug, Args)]
+pub struct Unpin {
+    #[command(flatten)]
+    ask: Ask,
+    /// The beginning of a chain's name, or `all`
+    chain: String,
+}
+
+impl Unpin {
+    /// Asks, and prints what was unpinned. Nothing of that name is exit code 1.
+    pub fn run(&self, out: &mut impl Write) -> Result<(), Failure> {
+        let answer = self.ask.answer(&format!("unpin {}", self.chain))?;
+        let none = answer["unpinned"].as_array().is_none_or(Vec::is_empty);
+        if none && self.chain != "all" {
+            return Err(Failure::Refused(format!(
+                "no pinned prefix has a name that begins with {}",
+                self.chain
+            )));
+        }
+        if self.ask.json {
+            return print_json(out, &answer);
+        }
+        for pin in answer["unpinned"].as_array().into_iter().flatten() {
+            writeln!(out, "{} of uid {}: {} blocks", pin["chain"], pin["uid"], pin["blocks"])?;
+        }
+        Ok(())
+    }
+}
+
 /// Whether the map is coloured.
 #[derive(Debug, Clone, Copy, clap::ValueEnum)]
 pub enum Colour {
@@ -208,6 +326,13 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
         n => format!("{} of {n} blocks looked up were found", s.prefix_hits),
     };
     writeln!(out, "prefixes  {} blocks, {} pinned; {hits}", s.prefix_blocks, s.prefix_pinned)?;
+    for pin in &s.pins {
+        writeln!(
+            out,
+            "pinned    {} by uid {} ({}, pid {}): {} blocks, {} tokens",
+            pin.chain, pin.uid, pin.label, pin.pid, pin.blocks, pin.tokens
+        )?;
+    }
     let c = &s.counters;
     writeln!(out, "requests  {}, of which {} refused ({} stale)", c.requests, c.refusals, c.stale)?;
     writeln!(
@@ -278,6 +403,7 @@ fn print_map(map: &MapReport, coloured: bool, out: &mut dyn Write) -> io::Result
         ('c', "credit"),
         ('p', "private"),
         ('s', "shared"),
+        ('k', "cached"),
         ('P', "pinned"),
     ];
     let colour = |letter: char| match letter {

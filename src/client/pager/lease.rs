@@ -53,7 +53,7 @@ impl Lease {
         let known = client.profile(&profile)?;
         let open = wire::Open {
             format: known.format.id.into(),
-            reserved: 0.into(),
+            priority: 0.into(),
             max_tokens: 0.into(),
             model: Sha256::digest("pager").into(),
             label: wire::label(&options.label),

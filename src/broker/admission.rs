@@ -1,0 +1,323 @@
+//! Admission and reclaim: what a session may count on, and who has to make room for it.
+//!
+//! Owns no state beyond the promises in the sessions and their sums. Invariants: a promise is backed at every moment by
+//! places that are free, blocks that can be evicted, or clean extents that nobody else is given, so growing within it is
+//! never refused; a session loses its blocks to another one only if its priority is lower, it was asked, and the
+//! deadline has passed; a block that a process which is alive may still write is not granted again, but held until the
+//! process agrees or ends, or until its whole extent is emptied under it.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::time::{Duration, Instant};
+
+use super::{Broker, Refused, Reply};
+use crate::id::{BlockId, ClientId, FormatId, Place, SessionId, Tenant};
+use crate::pool::{Block, Cut};
+use crate::wire::{self, Event, Fault, Verdict, Writer};
+
+/// What came of a request to be admitted.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct Decision {
+    pub verdict: Verdict,
+    /// Blocks that would have to go, or that are missing.
+    pub blocks: u64,
+}
+
+impl Broker {
+    /// Blocks of a format that have been promised to a tenant's sessions and not granted yet.
+    pub(super) fn promised(&self, tenant: Tenant, format: FormatId) -> u64 {
+        self.state.promises.get(&(tenant, format)).copied().unwrap_or(0)
+    }
+
+    /// Tenants with promises.
+    pub(super) fn promised_tenants(&self) -> impl Iterator<Item = Tenant> {
+        self.state.promises.keys().map(|(tenant, _)| *tenant)
+    }
+
+    /// Extents that the tenant needs, beyond those that it has, for what has been promised to its sessions.
+    pub(super) fn promised_extents(&self, tenant: Tenant, except: Option<FormatId>) -> u32 {
+        let all = (tenant, FormatId(0))..=(tenant, FormatId(u32::MAX));
+        let needed = |(&(_, format), &blocks): (&(Tenant, FormatId), &u64)| {
+            let places =
+                self.state.pool.free_places(tenant, format) + self.state.prefixes.evictable(tenant, format);
+            let slots = self.state.formats.get(&format).map_or(1, |f| f.cut.slots);
+            u32::try_from(blocks.saturating_sub(places).div_ceil(slots.into())).unwrap_or(u32::MAX)
+        };
+        let others = self.state.promises.range(all).filter(|((_, f), _)| Some(*f) != except);
+        others.map(needed).fold(0, u32::saturating_add)
+    }
+
+    /// Sets what is promised to a session.
+    fn promise(&mut self, id: SessionId, blocks: u32) {
+        let Some(s) = self.state.sessions.get_mut(&id) else { return };
+        let (key, before) = ((s.tenant, s.format), std::mem::replace(&mut s.promised, blocks));
+        let sum = self.state.promises.entry(key).or_default();
+        *sum = *sum + u64::from(blocks) - u64::from(before);
+        if *sum == 0 {
+            self.state.promises.remove(&key);
+        }
+    }
+
+    /// The session ends, or goes on without a promise.
+    pub(super) fn end_promise(&mut self, id: SessionId) {
+        self.promise(id, 0);
+        if let Some(s) = self.state.sessions.get_mut(&id) {
+            s.admitted = 0;
+        }
+    }
+
+    /// Blocks have been granted to the session.
+    pub(super) fn use_promise(&mut self, id: SessionId, blocks: usize) {
+        let promised = self.state.sessions.get(&id).map_or(0, |s| s.promised);
+        self.promise(id, promised.saturating_sub(u32::try_from(blocks).unwrap_or(u32::MAX)));
+    }
+
+    /// Blocks have become free by what the session gave back: it may have as many again.
+    pub(super) fn restore_promise(&mut self, id: SessionId, blocks: u32) {
+        let Some(s) = self.state.sessions.get(&id) else { return };
+        self.promise(id, s.promised.saturating_add(blocks).min(s.admitted));
+    }
+
+    /// Sums the promises anew and compares, and looks whether they are backed.
+    pub(super) fn check_promises(&self) -> Result<(), String> {
+        let mut sums: BTreeMap<_, u64> = BTreeMap::new();
+        for s in self.state.sessions.values().filter(|s| s.promised > 0) {
+            *sums.entry((s.tenant, s.format)).or_default() += u64::from(s.promised);
+        }
+        if sums != self.state.promises {
+            return Err(format!("{:?} are promised, the sessions say {sums:?}", self.state.promises));
+        }
+        Ok(())
+    }
+
+    /// Decides about a session that will need `blocks` more than its table has. `None`: when the worker is done.
+    pub(super) fn decide(&mut self, id: SessionId, blocks: u32, evict: bool) -> Option<Decision> {
+        let s = &self.state.sessions[&id];
+        let (tenant, priority, has) = (s.tenant, s.priority, s.table.len() as u64);
+        let (promised, cut) = (s.promised, self.state.formats[&s.format].cut);
+        let least = u64::from(blocks);
+        let decision = |verdict, blocks| Some(Decision { verdict, blocks });
+        let capacity = self.capacity(tenant, &cut);
+        if has + least > capacity {
+            return decision(Verdict::NeverFits, has + least - capacity);
+        }
+        let (now, soon) = self.available(tenant, &cut, promised);
+        if now >= least {
+            self.admit(id, blocks);
+            return decision(Verdict::Admitted, 0);
+        }
+        if soon >= least {
+            return None;
+        }
+        let lacking = least - soon;
+        let evictable = self.may_evict(tenant, &cut, promised);
+        if evictable >= lacking && now + evictable >= least {
+            if !evict {
+                return decision(Verdict::AfterEviction, lacking);
+            }
+            // The blocks stay findable until they are really needed.
+            self.admit(id, blocks);
+            return decision(Verdict::Admitted, 0);
+        }
+        let emptied = self.make_room(tenant, &cut, promised, least);
+        emptied.into_iter().for_each(|extent| _ = self.state.pool.release_if_idle(extent));
+        let (now, soon) = self.available(tenant, &cut, promised);
+        if now >= least {
+            self.admit(id, blocks);
+            return decision(Verdict::Admitted, 0);
+        }
+        if soon >= least || self.reclaim(priority, tenant, &cut, promised, least) {
+            return None;
+        }
+        let lacking = least - soon;
+        let mine = self.held_by_sessions(tenant, cut.format, id);
+        decision(if mine >= lacking { Verdict::WhenYoursFree } else { Verdict::Busy }, lacking)
+    }
+
+    fn admit(&mut self, id: SessionId, blocks: u32) {
+        self.promise(id, blocks);
+        if let Some(s) = self.state.sessions.get_mut(&id) {
+            s.admitted = blocks;
+        }
+    }
+
+    /// Blocks that other sessions of the tenant hold, or have been promised.
+    fn held_by_sessions(&self, tenant: Tenant, format: FormatId, but: SessionId) -> u64 {
+        let others = self.state.sessions.iter().filter(|(id, _)| **id != but).map(|(_, s)| s);
+        let others = others.filter(|s| (s.tenant, s.format) == (tenant, format));
+        let (mut places, mut promised) = (BTreeSet::new(), 0);
+        for s in others {
+            places.extend(s.table.iter().map(|b| b.place));
+            promised += u64::from(s.promised);
+        }
+        places.len() as u64 + promised
+    }
+
+    /// Asks sessions of lower priority to make room, if that would do. They are asked once; when their time is up they
+    /// end ([`Broker::tick`]).
+    pub(super) fn reclaim(&mut self, priority: u8, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> bool {
+        let mut victims: Vec<(u8, bool, std::cmp::Reverse<SessionId>)> = Vec::new();
+        for (id, s) in &self.state.sessions {
+            if s.priority < priority && !s.table.is_empty() {
+                let asked = self.reclaims.contains_key(id);
+                victims.push((s.priority, !asked, std::cmp::Reverse(*id)));
+            }
+        }
+        // Those who were asked already first, then the least important, then the youngest.
+        victims.sort_unstable_by_key(|(priority, new, id)| (*new, *priority, *id));
+        let mut going: BTreeMap<Place, u32> = BTreeMap::new();
+        if self.reach_without(tenant, cut, own, &going) >= least {
+            // Enough is on its way: its holders have only to give it back.
+            return false;
+        }
+        let mut chosen = Vec::new();
+        let mut enough = false;
+        for (_, _, std::cmp::Reverse(id)) in victims {
+            for block in &self.state.sessions[&id].table {
+                *going.entry(block.place).or_default() += 1;
+            }
+            chosen.push(id);
+            if self.reach_without(tenant, cut, own, &going) >= least {
+                enough = true;
+                break;
+            }
+        }
+        if !enough {
+            return false;
+        }
+        let deadline = self.absent.clock + Duration::from_millis(self.policy.reclaim_ms.into());
+        for id in chosen {
+            if self.reclaims.contains_key(&id) {
+                continue;
+            }
+            self.reclaims.insert(id, deadline);
+            self.state.counters.reclaims += 1;
+            let mut event = Writer::start(wire::EVENT | Event::ReclaimSession as u16, 0, 0, id.0);
+            let (session, deadline_ms) = (id.0.into(), self.policy.reclaim_ms.into());
+            event.put(&wire::ReclaimSession { session, deadline_ms, reserved: 0.into() });
+            self.tell(self.state.sessions[&id].client, event);
+        }
+        true
+    }
+
+    /// Blocks that the tenant could have if tables did not hold `going`.
+    fn reach_without(&self, tenant: Tenant, cut: &Cut, own: u32, going: &BTreeMap<Place, u32>) -> u64 {
+        let mut left: BTreeMap<Tenant, u32> = BTreeMap::new();
+        let mut extents = Vec::new();
+        for (&extent, e) in self.state.pool.extents() {
+            let Some(o) = e.owned() else { continue };
+            let goes = |(slot, s): (usize, &crate::pool::Slot)| match s.block {
+                Block::Free | Block::Suspect(_) => true,
+                Block::Held { pinned: true, .. } | Block::Credit(_) => false,
+                Block::Held { refs, .. } => {
+                    let place = Place { extent, slot: slot as u32 };
+                    refs == going.get(&place).copied().unwrap_or(0)
+                }
+            };
+            let usable =
+                (o.tenant, o.format) == (tenant, cut.format) && (o.free + o.cached) as usize == o.slots.len();
+            if usable || !o.slots.iter().enumerate().all(goes) {
+                continue;
+            }
+            let surplus = left.entry(o.tenant).or_insert_with(|| self.surplus(o.tenant));
+            if o.tenant == tenant || *surplus > 0 {
+                *surplus = surplus.saturating_sub(1);
+                extents.push(extent);
+            }
+        }
+        self.reach(tenant, cut, own, extents.into_iter())
+    }
+
+    pub(super) fn tell(&mut self, to: ClientId, event: Writer) {
+        let output = super::Output { to, message: event.finish(), buffers: Vec::new(), last: false };
+        self.outbox.push_back(output);
+    }
+
+    /// When the next session's time is up.
+    pub(super) fn next_reclaim(&self) -> Option<Instant> {
+        self.reclaims.values().min().copied()
+    }
+
+    /// Sessions that were asked to make room and whose time is up end.
+    pub(super) fn end_late_sessions(&mut self, now: Instant) {
+        let late: Vec<_> = self.reclaims.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect();
+        if late.is_empty() {
+            return;
+        }
+        late.into_iter().for_each(|id| self.lose_session(id));
+        self.settle();
+    }
+
+    /// Ends a session whose process may still write in its blocks: those that nobody else holds are granted to nobody
+    /// until the process agrees, ends, or is cut off.
+    fn lose_session(&mut self, id: SessionId) {
+        self.reclaims.remove(&id);
+        self.stirred = true;
+        self.end_promise(id);
+        let Some(session) = self.state.sessions.remove(&id) else { return };
+        self.state.counters.sessions_lost += 1;
+        let mut kept = Vec::new();
+        for block in session.table.iter().rev() {
+            if self.state.pool.suspect(block.place, session.client) {
+                kept.push(*block);
+            } else {
+                self.let_go(*block, None);
+            }
+        }
+        if let Some(client) = self.state.clients.get_mut(&session.client) {
+            client.sessions.remove(&id);
+            client.lost.insert(id, kept);
+        }
+        log::info!("{id} of uid {} did not make room in time and has ended", session.tenant.0);
+        let mut event = Writer::start(wire::EVENT | Event::SessionLost as u16, 0, 0, id.0);
+        event.put(&wire::Opened { session: id.0.into() });
+        self.tell(session.client, event);
+    }
+
+    /// The client knows that it has lost the session, and does not write in its blocks any more.
+    pub(super) fn forget_lost(&mut self, client: ClientId, id: SessionId) -> bool {
+        let lost = self.state.clients.get_mut(&client).and_then(|c| c.lost.remove(&id));
+        let Some(blocks) = lost else { return false };
+        self.free_suspects(client, blocks);
+        true
+    }
+
+    pub(super) fn free_suspects(&mut self, client: ClientId, blocks: Vec<BlockId>) {
+        for block in blocks {
+            // The extent may have been emptied meanwhile; then it has another name.
+            if self.state.pool.check_claim(block) == Ok(Block::Suspect(client)) {
+                self.state.pool.clear_suspect(block.place);
+                self.state.pool.release_if_idle(block.place.extent);
+            }
+        }
+    }
+
+    /// The verb `admit`.
+    pub(super) fn admit_verb(
+        &mut self,
+        client: ClientId,
+        id: SessionId,
+        admit: &wire::Admit,
+    ) -> Result<Option<Reply>, Refused> {
+        let s = self.session(client, id)?;
+        let profile = &self.state.formats[&s.format].profile;
+        let tokens = admit.tokens.get();
+        let needed = profile.blocks_for(tokens);
+        // A block that is shared and not full is copied before it is written.
+        let copied = u64::from(s.tokens < u64::from(s.sealed()) * u64::from(profile.tokens_per_block()));
+        let more = (needed + copied).saturating_sub(u64::from(s.end()));
+        let Ok(more) = u32::try_from(more) else {
+            let text = format!("{tokens} tokens are more than one sequence can have");
+            return Err(Refused::new(Fault::NeverFits, text));
+        };
+        let Some(decision) = self.decide(id, more, admit.flags.get() & wire::MAY_EVICT != 0) else {
+            return Ok(None);
+        };
+        let mut reply = Reply::default();
+        reply.body.put(&wire::Admission {
+            verdict: (decision.verdict as u16 as u32).into(),
+            promised: self.state.sessions[&id].promised.into(),
+            blocks: decision.blocks.into(),
+        });
+        Ok(Some(reply))
+    }
+}
