@@ -5,9 +5,9 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
 use super::{Borrower, HoldError, HoldId, HoldProgress, PATIENCE};
-use crate::broker::{Broker, Peer, Policy};
+use crate::broker::{Broker, LimitChange, Outcome, Peer, Policy};
 use crate::heap::{Backend, Buffer, Heap, HeapError, Imaginary};
-use crate::id::ClientId;
+use crate::id::{BlockId, ClientId};
 use crate::map::page_bytes;
 use crate::profile::Profile;
 use crate::wire::{self, Fault, Verb, Writer};
@@ -133,8 +133,18 @@ impl Client {
         verb: Verb,
         fill: impl FnOnce(&mut Writer),
     ) -> Option<Result<Vec<u8>, Fault>> {
+        self.ask_in(w, verb, 0, fill)
+    }
+
+    fn ask_in(
+        &mut self,
+        w: &mut World,
+        verb: Verb,
+        session: u64,
+        fill: impl FnOnce(&mut Writer),
+    ) -> Option<Result<Vec<u8>, Fault>> {
         self.number += 1;
-        let mut message = Writer::request(verb, self.number, 0);
+        let mut message = Writer::request(verb, self.number, session);
         fill(&mut message);
         w.broker.request(self.id, &message.finish());
         self.answer(w)
@@ -159,16 +169,95 @@ impl Client {
 
     /// Gives back blocks of an earlier answer.
     fn free(&mut self, w: &mut World, granted: &[u8]) {
-        let mut r = wire::Reader::new("grant", granted);
-        let head: wire::Grant = *r.one().unwrap();
-        let _: &[wire::ExtentInfo] = r.many(head.extents.get(), wire::MAX_FDS).unwrap();
-        let blocks: &[wire::GrantedBlock] = r.many(head.blocks.get(), wire::MAX_BLOCKS).unwrap();
-        let ids: Vec<_> = blocks.iter().map(|b| b.block.id()).collect();
+        let ids = granted_blocks(granted);
         let done = self.ask(w, Verb::Free, |m| {
             m.put(&wire::Free { count: (ids.len() as u32).into(), reserved: 0.into() });
             m.put_blocks(ids);
         });
         assert_eq!(done, Some(Ok(Vec::new())));
+    }
+}
+
+fn granted_blocks(granted: &[u8]) -> Vec<BlockId> {
+    let mut r = wire::Reader::new("grant", granted);
+    let head: wire::Grant = *r.one().unwrap();
+    let _: &[wire::ExtentInfo] = r.many(head.extents.get(), wire::MAX_FDS).unwrap();
+    let blocks: &[wire::GrantedBlock] = r.many(head.blocks.get(), wire::MAX_BLOCKS).unwrap();
+    blocks.iter().map(|b| b.block.id()).collect()
+}
+
+/// A session that has written `blocks` blocks, sealed them and ended: a prefix that nobody holds.
+fn leave_prefix(w: &mut World, client: &mut Client, blocks: u32) {
+    let open = wire::Open { format: 1.into(), ..wire::Open::default() };
+    client.ask(w, Verb::Open, |m| _ = m.put(&open)).unwrap().unwrap();
+    let session = *w.broker.state.sessions.last_key_value().unwrap().0;
+    let none = wire::Report { tokens: 0.into(), first: 0.into(), used: 0.into() };
+    let grow = wire::Grow { report: none, want: blocks.into(), least: blocks.into() };
+    let granted = client.ask_in(w, Verb::Grow, session.0, |m| _ = m.put(&grow)).unwrap().unwrap();
+    let used = granted_blocks(&granted);
+    let report = wire::Report { tokens: u64::from(blocks).into(), first: 0.into(), used: blocks.into() };
+    let sealed = client.ask_in(w, Verb::Seal, session.0, |m| {
+        m.put(&wire::Seal { report, from: 0.into(), count: blocks.into() });
+        m.put_tokens(&(0..blocks).collect::<Vec<_>>());
+        m.put_blocks(used);
+    });
+    sealed.unwrap().unwrap();
+    let report = wire::Report { tokens: u64::from(blocks).into(), first: blocks.into(), used: 0.into() };
+    client.ask_in(w, Verb::Close, session.0, |m| _ = m.put(&report)).unwrap().unwrap();
+}
+
+#[test]
+fn prefixes_that_nobody_holds_go_for_a_hold_but_only_as_many_extents_as_it_needs() {
+    let mut w = World::new(true, false);
+    let mut a = w.client(1001);
+    leave_prefix(&mut w, &mut a, 4 * SLOTS);
+    assert_eq!((w.account("cached"), w.account("free")), (4, 4));
+    let why = w.hold(9).unwrap_err().to_string();
+    assert!(why.contains(" 4 are of uid 1001 with nothing but cached prefixes"), "{why}");
+    let hold = w.hold(6).unwrap();
+    w.work();
+    assert!(w.in_force(hold));
+    assert_eq!(w.account("lent"), 6);
+    assert!(w.account("cached") >= 1, "the oldest part of the prefix is still there");
+}
+
+#[test]
+fn what_a_tenant_is_guaranteed_is_not_lent() {
+    let mut w = World::new(true, true);
+    let tenant = crate::id::Tenant(1001);
+    let reserve = Some(6 * extent());
+    let change = LimitChange { tenant, reserve, limit: None, priority: None, revision: None };
+    assert_eq!(w.broker.change_limits(&change).outcome, Some(Outcome::Applied));
+    let why = w.hold(3).unwrap_err().to_string();
+    assert!(why.contains(" 2 are free,") && why.contains(" 6 are free and kept for what"), "{why}");
+    let hold = w.hold(2).unwrap();
+    w.work();
+    assert!(w.in_force(hold) && !w.broker.has_slack());
+    let mut a = w.client(1001);
+    assert!(a.reserve(&mut w, 6 * SLOTS).unwrap().is_ok(), "all of its reserve");
+    // And what it holds without a block is taken only beyond the reserve.
+    assert!(matches!(w.hold(1), Err(HoldError::TooMuch { can: 0, .. })));
+}
+
+#[test]
+fn under_pressure_cached_prefixes_shrink_first_in_any_pool_and_sessions_lose_nothing() {
+    for elastic in [false, true] {
+        let mut w = World::new(true, elastic);
+        let mut a = w.client(1001);
+        leave_prefix(&mut w, &mut a, 4 * SLOTS);
+        let mut b = w.client(1002);
+        b.reserve(&mut w, 2 * SLOTS).unwrap().unwrap();
+        assert!(w.broker.has_slack());
+        w.broker.pressed();
+        w.work();
+        assert_eq!((w.account("cached"), w.account("credit")), (2, 2), "half of what nobody holds");
+        for _ in 0..9 {
+            w.broker.pressed();
+            w.work();
+        }
+        assert_eq!((w.account("cached"), w.account("credit")), (0, 2));
+        assert_eq!(w.account("lent") > 0, elastic);
+        assert!(!w.broker.has_slack());
     }
 }
 
