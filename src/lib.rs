@@ -27,4 +27,5 @@ pub mod seqpacket;
 #[cfg(feature = "daemon")]
 pub mod simulate;
 pub mod size;
+pub mod window;
 pub mod wire;

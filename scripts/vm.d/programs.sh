@@ -37,7 +37,27 @@ programs_of() {
         programs+=("$work/bin/$name")
     done < <(executables <"$work/messages")
     [[ " ${programs[*]} " == *"/device "* ]] || die 'cargo built no device test'
+    example_of "$1" "$out"
     strip_programs "$1"
+}
+
+# example_of ARCH OUT: the C example for NPU runtimes, linked against the static library that cargo has just built.
+example_of() {
+    local root flags=(-static -s -Wl,--no-warnings -std=c11 -D_POSIX_C_SOURCE=200809L -Wall -Wextra -Werror)
+    local libraries=(-lpthread -lm -ldl -lgcc_eh)
+    case $1 in
+    x86_64)
+        cc "${flags[@]}" -I"$checkout/include" "$checkout/examples/npu-import.c" -o "$work/bin/npu-import" \
+            "$2/host/x86_64-unknown-linux-gnu/debug/deps/libkvbroker.a" "${libraries[@]}"
+        ;;
+    aarch64)
+        root_of rust
+        in_root -r "$checkout:/src" -r "$2:/libraries" -b "$work/bin:/out" \
+            aarch64-linux-gnu-gcc "${flags[@]}" -I/src/include /src/examples/npu-import.c -o /out/npu-import \
+            /libraries/debian/aarch64-unknown-linux-gnu/debug/deps/libkvbroker.a "${libraries[@]}"
+        ;;
+    esac
+    programs+=("$work/bin/npu-import")
 }
 
 # Debugging information is nine tenths of a program, and the guest's memory holds the initramfs.

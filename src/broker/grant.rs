@@ -206,8 +206,8 @@ impl Broker {
         let own = |t: &Tenant| *t == tenant;
         let promised = |e: &ExtentId| {
             let owned = self.state.pool.extents()[e].owned();
-            let gives_nothing = |o: &crate::pool::Owned| o.suspect == 0 || o.cached > 0;
-            owned.is_some_and(|o| gives_nothing(o) && self.promised(o.tenant, o.format) > 0)
+            // Places that a promise may be kept from; blocks of a lost session are none.
+            owned.is_some_and(|o| o.free + o.cached > 0 && self.promised(o.tenant, o.format) > 0)
         };
         let mut all: Vec<_> = all.into_iter().filter(|(_, e)| !promised(e)).collect();
         // Stable: within a tenant the order stays.

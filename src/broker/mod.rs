@@ -22,9 +22,13 @@ mod report;
 mod session;
 pub mod tenant;
 mod verbs;
+mod window;
+#[cfg(test)]
+mod window_test;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
@@ -40,6 +44,7 @@ pub use report::{
 };
 pub use session::Session;
 pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
+pub use window::{Declined, Made, Making};
 
 use crate::heap::{Buffer, Heap, HeapError, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
@@ -47,6 +52,7 @@ use crate::map::page_bytes;
 use crate::packing::Extents;
 use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
+use crate::window::How;
 use crate::wire::{self, Fault, Verb, WireError, Writer};
 
 /// The uid that the kernel shows for users without a mapping in this namespace: nobody in particular.
@@ -65,6 +71,12 @@ pub struct Policy {
     pub sessions_per_connection: u32,
     /// Geometries that one connection may register.
     pub profiles_per_connection: u32,
+    /// Windows of one session.
+    pub windows_per_session: u32,
+    /// Windows of one tenant, with those that are closed and still held: each may cost the broker a descriptor.
+    pub windows_per_tenant: u32,
+    /// Windows in all.
+    pub windows: u32,
     /// Bytes of blocks that one connection may hold, shared ones included; `None` for no bound but the tenant's.
     pub bytes_per_connection: Option<u64>,
     /// What a tenant gets of which nothing is said. Its reserve is 0.
@@ -96,6 +108,9 @@ impl Default for Policy {
             connections_per_tenant: 64,
             sessions_per_connection: 256,
             profiles_per_connection: 16,
+            windows_per_session: 256,
+            windows_per_tenant: 1024,
+            windows: 4096,
             bytes_per_connection: None,
             usual_tenant: TenantPolicy::default(),
             tenants: BTreeMap::new(),
@@ -141,6 +156,8 @@ pub struct Output {
     pub message: Vec<u8>,
     /// Buffers whose descriptors go along, in this order.
     pub buffers: Vec<Arc<Buffer>>,
+    /// Other descriptors, after those.
+    pub descriptors: Vec<Arc<OwnedFd>>,
     /// After this message the connection ends.
     pub last: bool,
 }
@@ -163,6 +180,13 @@ pub enum Job {
         old: Option<Arc<Buffer>>,
         /// Size of the new one.
         bytes: u64,
+    },
+    /// Something for a device's window.
+    Window {
+        /// What [`Done::Window`] repeats.
+        ticket: u64,
+        /// What is to be made.
+        making: Making,
     },
     /// Ask the kernel for a buffer that was missing.
     Allocate {
@@ -195,6 +219,13 @@ pub enum Done {
         /// What became of it.
         result: Renewal,
     },
+    /// It is made, or not.
+    Window {
+        /// Of which job.
+        ticket: u64,
+        /// What was made, or the words why not.
+        result: Result<Made, Declined>,
+    },
     /// The kernel has answered.
     Allocated(Result<Buffer, HeapError>),
     /// The memory of an extent is with the kernel.
@@ -214,6 +245,7 @@ impl Job {
             Job::Renew { extent, old: None, bytes } => {
                 Done::Renewed { extent, result: Renewal::of(heap.allocate(bytes)) }
             }
+            Job::Window { ticket, making } => Done::Window { ticket, result: making.run() },
             // What was lent is not taken from whoever needs it more: a pool that is too small works, a machine that is
             // out of memory kills somebody.
             Job::Allocate { bytes } => {
@@ -272,6 +304,8 @@ enum Answer {
     Now(Reply),
     /// Nothing yet: the request is kept and tried again.
     Later,
+    /// Nothing yet: the worker makes a window; these ways were not possible.
+    Making { declined: Vec<(How, Declined)> },
 }
 
 /// The rest of a reply, after its header.
@@ -280,6 +314,8 @@ struct Reply {
     session: u64,
     body: Writer,
     extents: Vec<ExtentId>,
+    /// Descriptors beside those of extents.
+    descriptors: Vec<Arc<OwnedFd>>,
     /// Zeros to be written before the reply leaves.
     scrub: Vec<BlockId>,
     /// Blocks that become the client's credit with it.
@@ -349,6 +385,8 @@ struct State {
     tenancy: tenant::Tenancy,
     /// Blocks that have been promised to sessions and not been granted yet.
     promises: BTreeMap<(Tenant, FormatId), u64>,
+    next_window: u64,
+    windows: BTreeMap<u64, window::Hold>,
     /// Extents that the pool was to have.
     wanted_extents: u32,
     /// Whom the descriptor of each extent went to last.
@@ -361,6 +399,8 @@ struct State {
 enum Waiting {
     /// For extents: the request is tried again when one has been renewed.
     Extents(Vec<u8>),
+    /// For a window: the request goes on when the worker is done. With it the ways that were not possible so far.
+    Window { message: Vec<u8>, declined: Vec<(How, Declined)> },
     /// For zeros: then this goes out.
     Zeros {
         ticket: u64,
@@ -395,6 +435,7 @@ pub struct Broker {
     asked_back: BTreeMap<ExtentId, consent::Asked>,
     absent: quarantine::Absent,
     lent: lent::Lent,
+    windows: window::Windows,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
     next_ticket: u64,
@@ -444,6 +485,8 @@ impl Broker {
                 named: policy.tenants.clone(),
             },
             promises: BTreeMap::new(),
+            next_window: 1,
+            windows: BTreeMap::new(),
             wanted_extents: 0,
             last_granted: BTreeMap::new(),
             counters: Counters::default(),
@@ -465,6 +508,7 @@ impl Broker {
             asked_back: BTreeMap::new(),
             absent: quarantine::Absent::new(),
             lent: lent::Lent::default(),
+            windows: window::Windows::default(),
             fresh_descriptors: BTreeSet::new(),
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
@@ -529,6 +573,7 @@ impl Broker {
     pub fn disconnect(&mut self, id: ClientId) {
         let Some(client) = self.state.clients.remove(&id) else { return };
         self.waiting.remove(&id);
+        self.orphan_windows(id);
         for session in client.sessions {
             self.end_session(session);
         }
@@ -580,6 +625,9 @@ impl Broker {
             Ok(Answer::Later) => {
                 self.waiting.insert(client, Waiting::Extents(message.to_vec()));
             }
+            Ok(Answer::Making { declined }) => {
+                self.waiting.insert(client, Waiting::Window { message: message.to_vec(), declined });
+            }
             Err(why) if verb == Verb::Hello => self.hang_up(client, opcode, sequence, &why),
             Err(why) => self.refuse(client, opcode, sequence, &why),
         }
@@ -592,7 +640,8 @@ impl Broker {
         message.put(reply.body.body());
         self.note_granted(client, &reply.extents);
         let buffers = reply.extents.iter().filter_map(|e| self.buffers.get(e).cloned()).collect();
-        let output = Output { to: client, message: message.finish(), buffers, last: false };
+        let (message, descriptors) = (message.finish(), reply.descriptors);
+        let output = Output { to: client, message, buffers, descriptors, last: false };
         if reply.scrub.is_empty() {
             return self.outbox.push_back(output);
         }
@@ -622,7 +671,13 @@ impl Broker {
         let mut message = Writer::start(opcode | wire::REPLY, why.fault as u16, sequence, 0);
         message.put(&wire::Refusal { needed: why.needed.into(), available: why.available.into() });
         message.put(why.text.as_bytes());
-        Output { to: client, message: message.finish(), buffers: Vec::new(), last: false }
+        Output {
+            to: client,
+            message: message.finish(),
+            buffers: Vec::new(),
+            descriptors: Vec::new(),
+            last: false,
+        }
     }
 
     fn refuse(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) {
@@ -659,6 +714,7 @@ impl Broker {
     pub fn done(&mut self, done: Done) {
         match done {
             Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
+            Done::Window { ticket, result } => self.window_made(ticket, result),
             Done::Renewed { extent, result } => self.renewed(extent, result),
             Done::Allocated(result) => self.allocated(result),
             Done::GivenBack(extent) => self.given_back(extent),
@@ -694,7 +750,7 @@ impl Broker {
     fn retry(&mut self) {
         let waits = |(client, w): (&ClientId, &Waiting)| match w {
             Waiting::Extents(_) => Some(*client),
-            Waiting::Zeros { .. } => None,
+            Waiting::Zeros { .. } | Waiting::Window { .. } => None,
         };
         let clients: Vec<_> = self.waiting.iter().filter_map(waits).collect();
         for client in clients {
@@ -706,6 +762,7 @@ impl Broker {
 
     /// After every change: extents that were somebody's go to the worker; debug builds check every invariant.
     fn settle(&mut self) {
+        self.let_go_of_devices();
         if std::mem::take(&mut self.stirred) {
             self.retry();
         }
@@ -757,6 +814,9 @@ impl Broker {
                     return Err(format!("{id} counts {block} as sealed"));
                 }
             }
+        }
+        for (place, windows) in self.window_refs()? {
+            *refs.entry(place).or_default() += windows;
         }
         for (&extent, e) in pool.extents() {
             for (slot, s) in e.owned().iter().flat_map(|o| o.slots.iter().enumerate()) {
@@ -825,6 +885,7 @@ impl Broker {
         for block in session.table.iter().rev() {
             self.let_go(*block, None);
         }
+        self.check_windows(id);
     }
 
     /// A block leaves a table. A published one that nobody holds any more is cached.
@@ -874,7 +935,13 @@ impl Broker {
     pub fn say_goodbye(&mut self) {
         for &to in self.state.clients.keys() {
             let message = Writer::start(wire::EVENT | wire::Event::Goodbye as u16, 0, 0, 0).finish();
-            self.outbox.push_back(Output { to, message, buffers: Vec::new(), last: true });
+            self.outbox.push_back(Output {
+                to,
+                message,
+                buffers: Vec::new(),
+                descriptors: Vec::new(),
+                last: true,
+            });
         }
     }
 

@@ -409,7 +409,8 @@ impl Model {
                 if used.is_empty() != whole || !used.iter().all(|u| may_go(&u)) {
                     continue;
                 }
-                if (suspect == 0 || cached > 0) && self.promised(*owner, *f) > 0 {
+                let counts = used.len() < FORMATS[*f].1 as usize || cached > 0;
+                if counts && self.promised(*owner, *f) > 0 {
                     continue;
                 }
                 if *owner == uid {
@@ -1429,7 +1430,7 @@ impl Run {
         if must == Must::Wait {
             let waits = matches!(self.broker.waiting.get(&ClientId(client)), Some(Waiting::Extents(_)));
             let found = self.broker.waiting.get(&ClientId(client));
-            assert!(waits && replies.is_empty(), "it must wait for extents: {found:?}, {replies:?}");
+            assert!(waits && replies.is_empty(), "it must wait for extents: {found:?}");
             self.model.waiters.insert(client, w);
             return;
         }
@@ -1437,8 +1438,13 @@ impl Run {
         if let Some(Waiting::Zeros { output, ticket, .. }) = self.broker.waiting.get(&ClientId(client)) {
             assert!(replies.is_empty(), "nothing leaves before the zeros are written");
             let Must::Grant { format, blocks } = must else { panic!("zeros for {must:?}") };
-            let output =
-                Output { to: output.to, message: output.message.clone(), buffers: vec![], last: false };
+            let output = Output {
+                to: output.to,
+                message: output.message.clone(),
+                buffers: vec![],
+                descriptors: vec![],
+                last: false,
+            };
             let ticket = *ticket;
             let zeros = self.take_grant(client, &w, format, blocks, &output);
             let ordered = self.jobs.iter().find_map(|j| match j {
@@ -1575,6 +1581,7 @@ impl Run {
                 self.broker.waiting.iter().find(is_it).map(|(c, _)| c.0)
             }
             Done::Renewed { .. } | Done::Allocated(_) | Done::GivenBack(_) => None,
+            Done::Window { .. } => unreachable!("the model asks for no windows"),
         };
         // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
         let changed = self.expect(&done);
@@ -1607,7 +1614,7 @@ impl Run {
     fn expect(&mut self, done: &Done) -> bool {
         let m = &mut self.model;
         match done {
-            Done::Scrubbed { .. } | Done::GivenBack(_) => false,
+            Done::Scrubbed { .. } | Done::Window { .. } | Done::GivenBack(_) => false,
             // Whoever waits for what was lent is told that it does not come.
             Done::Allocated(Err(_)) => std::mem::take(&mut m.expected) > 0,
             Done::Allocated(Ok(_)) => {

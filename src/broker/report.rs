@@ -148,6 +148,12 @@ pub struct StatusReport {
     pub pins: Vec<PinReport>,
     /// The revision of the tenants' limits.
     pub limits_revision: u64,
+    /// Windows for devices.
+    pub windows: usize,
+    /// Windows that are closed, and whose blocks somebody may still reach.
+    pub windows_held: usize,
+    /// Bytes of staging buffers, beside the pool.
+    pub staging_bytes: u64,
     /// What has happened since the start.
     pub counters: Counters,
     /// Something is wrong: the broker grants nothing more.
@@ -272,6 +278,9 @@ impl Broker {
             prefix_evictions: stats.evictions,
             pins: state.prefixes.pins().map(|(chain, pin)| PinReport::of(chain, pin)).collect(),
             limits_revision: state.tenancy.revision,
+            windows: self.window_counts().0,
+            windows_held: self.window_counts().1,
+            staging_bytes: self.staging_bytes(),
             counters: state.counters,
             frozen: self.frozen,
         }
@@ -284,7 +293,7 @@ impl Broker {
             let client = &state.clients[&s.client];
             let private = |b: &&crate::id::BlockId| {
                 let block = state.pool.slot(b.place).map(|s| s.block);
-                matches!(block, Some(Block::Held { refs: 1, sealed: false, .. }))
+                matches!(block, Some(Block::Held { refs, sealed: false, .. }) if refs - self.windows.over(b.place) == 1)
             };
             let blocks_private = s.table.iter().filter(private).count() as u32;
             let format = &state.formats[&s.format];

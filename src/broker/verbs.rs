@@ -60,6 +60,8 @@ impl Broker {
             Verb::ReturnExtent => self.return_extent(client, r),
             Verb::Query => self.query(client, r),
             Verb::Close => self.close(client, session, r),
+            Verb::Window => self.window(client, session, r, Default::default()),
+            Verb::CloseWindow => self.end_window(client, r),
             Verb::Admit => self.admit_session(client, session, r),
             Verb::Skip => self.skip(client, session, r),
         }
@@ -217,7 +219,7 @@ impl Broker {
     }
 
     /// Takes in what the client says of a table: all of it, or nothing.
-    fn apply_report(
+    pub(super) fn apply_report(
         &mut self,
         client: ClientId,
         id: SessionId,
@@ -274,6 +276,9 @@ impl Broker {
             if new[i] != *block {
                 self.let_go(*block, None);
             }
+        }
+        if changed.is_some() {
+            self.check_windows(id);
         }
         Ok(())
     }
@@ -350,6 +355,7 @@ impl Broker {
                 Dropped::Kept | Dropped::Cached => {}
             }
         }
+        self.check_windows(id);
         self.restore_promise(id, freed);
         done(self.grant_reply(tokens, returned))
     }

@@ -95,6 +95,8 @@ pub(super) struct Server {
     /// this process, so they count against the client's uid.
     tombstones: Vec<(u32, SeqPacket)>,
     connections_per_tenant: u32,
+    /// When windows that are closed, and that somebody may still hold, are looked at again.
+    recheck_at: Option<Instant>,
     /// Connections whose messages the kernel had no room for.
     crowded: BTreeSet<ClientId>,
     /// Listeners that are left alone until then.
@@ -139,6 +141,7 @@ impl Server {
             next_operator: 1,
             tombstones: Vec::new(),
             connections_per_tenant,
+            recheck_at: None,
             crowded: BTreeSet::new(),
             paused_until: None,
             watchdog,
@@ -221,11 +224,12 @@ impl Server {
         let watchdog = self.watchdog.map(|w| (w / 2).saturating_sub(last_watchdog.elapsed()));
         let breather = (!self.crowded.is_empty()).then_some(BREATHER);
         let pause = self.paused_until.map(|t| t.saturating_duration_since(Instant::now()));
-        // Only while something is in quarantine or missing.
+        // Only while something is in quarantine or missing, or a closed window may still be held.
         let wake = self.broker.next_wake().map(|t| t.saturating_duration_since(Instant::now()));
+        let recheck = self.recheck_at.map(|t| t.saturating_duration_since(Instant::now()));
         let look = self.pressure.next_look(self.needs());
         let look = look.map(|t| t.saturating_duration_since(Instant::now()));
-        let soonest = [watchdog, breather, pause, wake, look].into_iter().flatten().min();
+        let soonest = [watchdog, breather, pause, wake, recheck, look].into_iter().flatten().min();
         let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
         soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
     }
@@ -480,6 +484,18 @@ impl Server {
         let waits = |(id, o): (&u64, &Operator)| o.waits_for_broker().then_some(*id);
         let waiting: Vec<_> = self.operators.iter().filter_map(waits).collect();
         waiting.into_iter().for_each(|id| self.operator(id));
+        if self.recheck_at.is_some_and(|t| t <= Instant::now()) {
+            self.broker.recheck_windows();
+            self.recheck_at = None;
+        }
+        match self.broker.recheck_after() {
+            None => self.recheck_at = None,
+            Some(after) => {
+                // Something new to look at is looked at soon, whatever waits for longer.
+                let at = Instant::now() + after;
+                self.recheck_at = Some(self.recheck_at.map_or(at, |t| t.min(at)));
+            }
+        }
         self.carry();
         if self.paused_until.is_some_and(|t| t <= Instant::now()) {
             self.paused_until = None;

@@ -1,6 +1,6 @@
 //! `kvbctl simulate`: from a trace and options to what [`kvbroker::simulate`] makes of them.
 
-use crate::{Failure, print_json};
+use super::{Failure, print_json};
 use clap::ValueEnum;
 use kvbroker::broker::Eviction;
 use kvbroker::map::page_bytes;
