@@ -7,6 +7,8 @@
 mod doctor;
 #[path = "kvbctl/events.rs"]
 mod events;
+#[path = "kvbctl/hold.rs"]
+mod hold;
 #[path = "kvbctl/live.rs"]
 mod live;
 #[path = "kvbctl/observe.rs"]
@@ -97,6 +99,9 @@ enum Command {
     /// Look whether this board is ready, item by item, and say what mends it; needs no running broker
     #[command(after_help = doctor::EXIT_CODES)]
     Doctor(doctor::Args),
+    /// Give memory of the pool back to the kernel while a command runs that allocates for itself
+    #[command(after_help = hold::EXIT_CODES)]
+    Hold(hold::Args),
 }
 
 /// Why a command ended without an answer.
@@ -129,6 +134,14 @@ fn main() -> ExitCode {
     let cli = Cli::parse();
     let mut out = io::stdout().lock();
     let result = match cli.command {
+        Command::Hold(args) => {
+            // Standard output is the command's.
+            drop(out);
+            return match args.run() {
+                Ok(code) => ExitCode::from(code),
+                Err(why) => end(Err(why)),
+            };
+        }
         Command::Plan(args) => args.run(&mut out),
         Command::Status(ask) => ask.status(&mut out),
         Command::Sessions(ask) => ask.sessions(&mut out),
@@ -148,7 +161,11 @@ fn main() -> ExitCode {
         Command::Doctor(args) => args.run(&mut out),
     };
     let flushed = out.flush().map_err(Failure::from);
-    match result.and(flushed) {
+    end(result.and(flushed))
+}
+
+fn end(result: Result<(), Failure>) -> ExitCode {
+    match result {
         Ok(()) => ExitCode::SUCCESS,
         Err(Failure::Unfit) => ExitCode::from(1),
         // The reader has seen enough, as in `kvbctl ... | head`.

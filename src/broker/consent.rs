@@ -44,10 +44,14 @@ impl Broker {
         }
     }
 
+    /// Extents that are asked for now.
+    pub(super) fn asked_extents(&self) -> usize {
+        self.asked_back.values().filter(|a| a.until.is_some()).count()
+    }
+
     /// Blocks of this cut that will be there if everybody gives back what is asked for now.
     pub(super) fn asked_blocks(&self, cut: &Cut) -> u64 {
-        let asked = self.asked_back.values().filter(|a| a.until.is_some()).count();
-        asked as u64 * u64::from(cut.slots)
+        self.asked_extents() as u64 * u64::from(cut.slots)
     }
 
     /// The tenant needs blocks that nothing else can give: what it was asked for stays with it, as much as is needed.

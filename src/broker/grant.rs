@@ -49,7 +49,9 @@ impl Broker {
     /// The most blocks of a format that the tenant could ever hold: what others have as a reserve it never gets.
     pub(super) fn capacity(&self, tenant: Tenant, cut: &Cut) -> u64 {
         let reserved = self.state.tenancy.reserved() - u64::from(self.state.tenancy.of(tenant).reserve);
-        let extents = (self.state.pool.extents().len() as u64).saturating_sub(reserved);
+        // Extents that are lent count, and so do those on their way back: they are there again before long.
+        let extents = self.state.pool.extents().len() as u64 + u64::from(self.expected_back());
+        let extents = extents.saturating_sub(reserved);
         extents.min(self.extent_limit(tenant).into()) * u64::from(cut.slots)
     }
 
@@ -72,7 +74,15 @@ impl Broker {
             let extents = clean.saturating_sub(kept).min(may).saturating_sub(elsewhere);
             (free + u64::from(extents) * u64::from(cut.slots)).saturating_sub(promised)
         };
-        (blocks(pool.clean_extents()), blocks(pool.clean_extents() + pool.soon_clean()))
+        (blocks(pool.clean_extents()), blocks(self.soon_there()))
+    }
+
+    /// Clean extents, those that become clean, and those that come back from a loan or will if they are asked for; but not
+    /// those that holds wait for.
+    fn soon_there(&self) -> u32 {
+        let pool = &self.state.pool;
+        let back = self.expected_back() + self.elastic_extents();
+        (pool.clean_extents() + pool.soon_clean() + back).saturating_sub(self.owed_to_holds())
     }
 
     /// Blocks that the tenant could be granted as soon as the worker is done, its cached ones evicted.
@@ -220,7 +230,7 @@ impl Broker {
     }
 
     /// Extents without a block in use that could be taken, and then those with nothing but blocks that may be evicted.
-    fn candidates(&self, tenant: Tenant, cut: &Cut) -> (Owners, Owners) {
+    pub(super) fn candidates(&self, tenant: Tenant, cut: &Cut) -> (Owners, Owners) {
         let pool = &self.state.pool;
         let owner = |e: ExtentId| pool.extents()[&e].owned().map(|o| (o.tenant, e));
         let idle: Vec<_> = pool.idle(tenant, cut.format).into_iter().filter_map(owner).collect();
@@ -329,8 +339,7 @@ impl Broker {
             }
         }
         let may = self.extent_limit(tenant).saturating_add(mine).saturating_sub(self.charged_extents(tenant));
-        let clean =
-            (pool.clean_extents() + pool.soon_clean() + all).saturating_sub(self.kept_for_others(tenant));
+        let clean = (self.soon_there() + all).saturating_sub(self.kept_for_others(tenant));
         let extents = clean.min(may).saturating_sub(self.promised_extents(tenant, Some(cut.format)));
         let places = pool.free_places(tenant, cut.format) + self.state.prefixes.evictable(tenant, cut.format);
         let places = places.saturating_sub(counted);
@@ -346,7 +355,7 @@ impl Broker {
 
     /// Evicts all blocks of an extent, with what continues them, and drops what lost sessions left there. Returns the
     /// extents that were touched.
-    fn evict_all_in(&mut self, extent: ExtentId) -> BTreeSet<ExtentId> {
+    pub(super) fn evict_all_in(&mut self, extent: ExtentId) -> BTreeSet<ExtentId> {
         let mut touched = BTreeSet::new();
         let Some(owned) = self.state.pool.extents()[&extent].owned() else { return touched };
         let slots = owned.slots.len() as u32;
@@ -360,7 +369,7 @@ impl Broker {
     }
 
     /// Takes an extent without a block in use, or asks for it where the kernel does not let it be taken.
-    fn take_back(&mut self, extent: ExtentId) {
+    pub(super) fn take_back(&mut self, extent: ExtentId) {
         if self.heap.revokes() {
             self.state.pool.drop_suspects(extent);
             let holders = self.state.pool.seize(extent);

@@ -11,10 +11,12 @@
 mod admission;
 mod consent;
 mod drain;
+mod elastic;
 pub mod events;
 mod evict;
 mod fsck;
 mod grant;
+mod lent;
 #[cfg(test)]
 mod model_test;
 pub mod prefix;
@@ -39,6 +41,7 @@ use thiserror::Error;
 
 pub use evict::{Evict, EvictReport};
 pub use fsck::{DamageReport, FsckReport};
+pub use lent::{Borrower, HoldError, HoldId, HoldProgress, HoldReport};
 pub use prefix::{Eviction, PrefixStats};
 pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
@@ -100,6 +103,10 @@ pub struct Policy {
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
     pub one_block_per_extent: bool,
+    /// Free extents go back to the kernel while memory is short.
+    pub elastic: bool,
+    /// As long as more extents than these are there.
+    pub floor_extents: u32,
     /// Check every invariant after every change. On in debug builds.
     pub audit: bool,
 }
@@ -123,6 +130,8 @@ impl Default for Policy {
             checksums: false,
             scrub_always: false,
             one_block_per_extent: false,
+            elastic: false,
+            floor_extents: 0,
             audit: cfg!(debug_assertions),
         }
     }
@@ -206,6 +215,13 @@ pub enum Job {
         /// The sum of the pieces before it; 0 before the first.
         sum: u32,
     },
+    /// Close the buffer of an extent that is lent: its memory is the kernel's.
+    GiveBack {
+        /// The extent.
+        extent: ExtentId,
+        /// Its buffer, which nobody else has.
+        buffer: Arc<Buffer>,
+    },
 }
 
 /// What became of a [`Job`].
@@ -241,6 +257,8 @@ pub enum Done {
         /// The sum with this piece.
         result: Result<u32, String>,
     },
+    /// The memory of an extent is with the kernel.
+    GivenBack(ExtentId),
 }
 
 impl Job {
@@ -257,9 +275,17 @@ impl Job {
                 Done::Renewed { extent, result: Renewal::of(heap.allocate(bytes)) }
             }
             Job::Window { ticket, making } => Done::Window { ticket, result: making.run() },
-            Job::Allocate { bytes } => Done::Allocated(heap.allocate(bytes)),
             Job::Sum { block, buffer, piece, sum } => {
                 Done::Summed { block, result: buffer.checksum(piece, sum).map_err(|e| e.to_string()) }
+            }
+            // What was lent is not taken from whoever needs it more: a pool that is too small works, a machine that is
+            // out of memory kills somebody.
+            Job::Allocate { bytes } => {
+                Done::Allocated(heap.has_room(bytes).and_then(|()| heap.allocate(bytes)))
+            }
+            Job::GiveBack { extent, buffer } => {
+                lent::give_back(buffer);
+                Done::GivenBack(extent)
             }
         }
     }
@@ -367,6 +393,10 @@ pub struct Counters {
     pub reused: u64,
     /// Extents taken from tenants that had no block in use in them.
     pub seized: u64,
+    /// Moments at which the machine was short of memory.
+    pub pressed: u64,
+    /// Extents that went back to the kernel over it.
+    pub given_back: u64,
     /// Sessions asked to make room for one of higher priority.
     pub reclaims: u64,
     /// Of these, those that did not in time, and were ended.
@@ -423,6 +453,7 @@ enum Waiting {
 pub struct Broker {
     heap: Arc<dyn Heap>,
     reason: String,
+    pressure_watch: String,
     policy: Policy,
     instance: u64,
     /// How the configured pool was cut, for the status.
@@ -439,6 +470,7 @@ pub struct Broker {
     asked_back: BTreeMap<ExtentId, consent::Asked>,
     absent: quarantine::Absent,
     sums: fsck::Sums,
+    lent: lent::Lent,
     windows: window::Windows,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
@@ -500,6 +532,7 @@ impl Broker {
         Broker {
             heap,
             reason: String::new(),
+            pressure_watch: String::new(),
             policy,
             instance: fresh_instance(),
             cut: None,
@@ -513,6 +546,7 @@ impl Broker {
             asked_back: BTreeMap::new(),
             absent: quarantine::Absent::new(),
             sums: fsck::Sums::default(),
+            lent: lent::Lent::default(),
             windows: window::Windows::default(),
             fresh_descriptors: BTreeSet::new(),
             next_ticket: 1,
@@ -530,6 +564,11 @@ impl Broker {
     /// Why the pool is made of this kind of memory: shown in the status.
     pub fn set_reason(&mut self, reason: String) {
         self.reason = reason;
+    }
+
+    /// How it is learnt that memory is short: shown in the status.
+    pub fn set_pressure_watch(&mut self, how: String) {
+        self.pressure_watch = how;
     }
 
     /// How the pool was cut: shown in the status, with what that costs.
@@ -719,6 +758,7 @@ impl Broker {
             Done::Renewed { extent, result } => self.renewed(extent, result),
             Done::Allocated(result) => self.allocated(result),
             Done::Summed { block, result } => self.summed(block, result),
+            Done::GivenBack(extent) => self.given_back(extent),
         }
         self.settle();
     }
@@ -774,6 +814,7 @@ impl Broker {
             self.jobs.push_back(Job::Renew { extent, old, bytes });
         }
         self.order_sum();
+        self.recall_for_waiting();
         if self.policy.audit {
             self.check();
         }
@@ -857,7 +898,7 @@ impl Broker {
         }
         self.check_promises()?;
         let absent = (pool.renewing() + pool.quarantined()) as usize;
-        if self.buffers.len() + absent != pool.extents().len() {
+        if self.buffers.len() + absent + pool.lent() as usize != pool.extents().len() {
             return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
         }
         if (self.kept_extents() as u32) < pool.quarantined() || self.kept_extents() > absent {
@@ -867,6 +908,7 @@ impl Broker {
                 pool.quarantined()
             ));
         }
+        self.check_loans()?;
         self.check_consent()
     }
 

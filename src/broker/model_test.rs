@@ -15,7 +15,9 @@ use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
 use super::tenant::USUAL_PRIORITY;
-use super::{Broker, Done, Job, LimitChange, Outcome, Output, Peer, Policy, TenantPolicy, Waiting};
+use super::{
+    Borrower, Broker, Done, HoldId, Job, LimitChange, Outcome, Output, Peer, Policy, TenantPolicy, Waiting,
+};
 use crate::heap::{Backend, Buffer, Heap, HeapError, Held, Imaginary, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, Place, Tenant};
 use crate::map::page_bytes;
@@ -258,6 +260,10 @@ struct Model {
     /// Whose each extent was.
     was: BTreeMap<ExtentId, u32>,
     missing: u64,
+    /// With the kernel, for holds.
+    lent: u64,
+    /// Of the missing ones, those that were lent and that the kernel has not refused.
+    expected: u64,
     now: Option<Instant>,
 }
 
@@ -279,12 +285,18 @@ impl Model {
     }
 
     fn extents(&self) -> u64 {
-        self.clean + self.renewing + (self.owned.len() + self.quarantined.len()) as u64
+        self.clean + self.renewing + self.lent + (self.owned.len() + self.quarantined.len()) as u64
+    }
+
+    /// Extents that are clean, or will be.
+    fn soon(&self) -> u64 {
+        self.clean + self.renewing + self.expected
     }
 
     fn capacity(&self, uid: u32, format: usize) -> u64 {
         let reserved: u64 = self.terms.iter().filter(|(u, _)| **u != uid).map(|(_, t)| t.reserve).sum();
-        self.extents().saturating_sub(reserved).min(self.terms(uid).limit) * u64::from(FORMATS[format].1)
+        (self.extents() + self.expected).saturating_sub(reserved).min(self.terms(uid).limit)
+            * u64::from(FORMATS[format].1)
     }
 
     fn owned_by(&self, uid: u32) -> u64 {
@@ -377,7 +389,7 @@ impl Model {
             let places = self.free_places(uid, format) + evicted + extents * u64::from(FORMATS[format].1);
             places.saturating_sub(promised)
         };
-        (blocks(self.clean), blocks(self.clean + self.renewing + mine + theirs))
+        (blocks(self.clean), blocks(self.soon() + mine + theirs))
     }
 
     /// Extents that may be taken for somebody, and whose they are: those without a block in use, and those with nothing
@@ -444,8 +456,7 @@ impl Model {
     fn reach(&self, uid: u32, format: usize, own: u64, extents: &[(u32, ExtentId)]) -> u64 {
         let mine = extents.iter().filter(|(o, _)| *o == uid).count() as u64;
         let may = (self.terms(uid).limit).saturating_add(mine).saturating_sub(self.charged_by(uid));
-        let clean =
-            (self.clean + self.renewing + extents.len() as u64).saturating_sub(self.kept_for_others(uid));
+        let clean = (self.soon() + extents.len() as u64).saturating_sub(self.kept_for_others(uid));
         let extents_got = clean.min(may).saturating_sub(self.promised_extents(uid, Some(format)));
         let places = (self.free_places(uid, format) + self.evictable(uid, format))
             .saturating_sub(self.counted(uid, format, extents));
@@ -1071,6 +1082,7 @@ struct Run {
     released: u64,
     missed: u64,
     recovered: u64,
+    lent: u64,
 }
 
 fn policy() -> Policy {
@@ -1115,6 +1127,7 @@ impl Run {
             released: 0,
             missed: 0,
             recovered: 0,
+            lent: 0,
         }
     }
 
@@ -1580,7 +1593,7 @@ impl Run {
                 let is_it = |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if t == ticket);
                 self.broker.waiting.iter().find(is_it).map(|(c, _)| c.0)
             }
-            Done::Renewed { .. } | Done::Allocated(_) | Done::Summed { .. } => None,
+            Done::Renewed { .. } | Done::Allocated(_) | Done::GivenBack(_) | Done::Summed { .. } => None,
             Done::Window { .. } => unreachable!("the model asks for no windows"),
         };
         // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
@@ -1614,10 +1627,12 @@ impl Run {
     fn expect(&mut self, done: &Done) -> bool {
         let m = &mut self.model;
         match done {
-            Done::Scrubbed { .. } | Done::Window { .. } | Done::Summed { .. } => false,
-            Done::Allocated(Err(_)) => false,
+            Done::Scrubbed { .. } | Done::Window { .. } | Done::GivenBack(_) | Done::Summed { .. } => false,
+            // Whoever waits for what was lent is told that it does not come.
+            Done::Allocated(Err(_)) => std::mem::take(&mut m.expected) > 0,
             Done::Allocated(Ok(_)) => {
                 m.missing -= 1;
+                m.expected = m.expected.saturating_sub(1);
                 m.clean += 1;
                 self.recovered += 1;
                 true
@@ -1686,6 +1701,7 @@ impl Run {
         let page = page_bytes() as u64;
         let mut expected: BTreeMap<&str, u64> = BTreeMap::new();
         *expected.entry("free").or_default() += (self.model.clean + self.model.renewing) * PAGES * page;
+        *expected.entry("lent").or_default() += self.model.lent * PAGES * page;
         *expected.entry("quarantined").or_default() += self.model.quarantined.len() as u64 * PAGES * page;
         assert_eq!(u64::from(self.broker.missing_extents()), self.model.missing, "missing");
         assert_eq!(self.model.extents() + self.model.missing, u64::from(EXTENTS), "no extent is forgotten");
@@ -1748,10 +1764,46 @@ impl Run {
         self.log.push("restart".into());
         // Who was asked to make room is asked again when it is needed.
         self.model.wanted.clear();
+        // Nobody has a lease any more.
+        self.model.expected = std::mem::take(&mut self.model.lent);
+        self.model.missing += self.model.expected;
         // What the old one had ordered died with it; the new one orders it again.
         self.jobs.clear();
         self.broker.tick(self.model.now.unwrap());
         assert!(self.outputs().is_empty());
+        self.compare();
+    }
+
+    /// An operator takes extents for a hold, as many as are clean and not kept for anybody, or ends one.
+    fn lend(&mut self, dice: &mut Dice<'_>) {
+        let bytes = PAGES * page_bytes() as u64;
+        let m = &mut self.model;
+        let holds = self.broker.holds();
+        if let Some(hold) = dice.pick(&holds).filter(|_| dice.one_in(2)) {
+            self.log.push(format!("{hold:?} ends"));
+            self.broker.end_hold(HoldId(hold.hold));
+            let extents = u64::from(hold.extents);
+            m.lent -= extents;
+            m.missing += extents;
+            m.expected += extents;
+        } else {
+            let spare = m.clean.saturating_sub(m.kept_for_others(super::OVERFLOW_UID));
+            let extents = 1 + dice.roll(2) as u64;
+            if extents > spare {
+                return;
+            }
+            let borrower = Borrower { uid: 0, pid: 1, command: "engine".into() };
+            let hold = self.broker.hold(extents * bytes, borrower).unwrap();
+            self.log.push(format!("{hold:?} of {extents}"));
+            // Requests to give back that nobody answered in time come to rest.
+            let now = m.now;
+            m.asked.retain(|_, until| Some(*until) > now);
+            m.clean -= extents;
+            m.lent += extents;
+            self.lent += extents;
+        }
+        assert!(self.outputs().is_empty());
+        self.model.settle();
         self.compare();
     }
 
@@ -1822,6 +1874,9 @@ impl Run {
         }
         if dice.one_in(60) {
             return self.change_limits(dice);
+        }
+        if dice.one_in(30) {
+            return self.lend(dice);
         }
         let kind = dice.roll(68);
         if self.model.clients.len() < 5 && kind == 0 || ready.is_empty() {
@@ -1979,7 +2034,7 @@ fn numbers() -> impl Strategy<Value = Vec<u32>> {
 
 #[test]
 fn the_broker_does_what_a_naive_model_says_at_every_step() {
-    let totals = Mutex::new([0; 11]);
+    let totals = Mutex::new([0; 12]);
     runner(steps() / STEPS_PER_CASE)
         .run(&numbers(), |numbers| {
             let mut dice = Dice(numbers.iter());
@@ -2006,13 +2061,15 @@ fn the_broker_does_what_a_naive_model_says_at_every_step() {
                 run.released,
                 run.missed,
                 run.recovered,
+                run.lent,
             ];
             totals.lock().unwrap().iter_mut().zip(of_run).for_each(|(all, n)| *all += n);
             Ok(())
         })
         .unwrap();
     // A run in which something never happens proves nothing about it: tens of blocks granted, blocks found as prefixes,
-    // blocks evicted, sessions lost, sessions admitted, extents asked back, requests withdrawn, extents quarantined, released, missed, recovered.
+    // blocks evicted, sessions lost, sessions admitted, extents asked back, requests withdrawn, extents quarantined, released, missed,
+    // recovered, lent.
     let totals = totals.into_inner().unwrap();
     assert!(totals.iter().all(|n| *n > 30), "{totals:?}");
 }

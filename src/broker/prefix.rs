@@ -445,6 +445,11 @@ impl Prefixes {
         self.evictable.get(&(tenant, format)).copied().unwrap_or(0)
     }
 
+    /// How many blocks of all tenants can be evicted, one after the other.
+    pub fn evictable_of_all(&self) -> u64 {
+        self.evictable.values().sum()
+    }
+
     /// How many blocks in an extent can be evicted, with what continues them.
     pub fn evictable_in(&self, extent: ExtentId) -> u32 {
         self.evictable_in.get(&extent).copied().unwrap_or(0)

@@ -75,10 +75,12 @@ struct Missing {
     due: Option<Instant>,
     /// The worker asks.
     asking: bool,
+    /// Extents of those that were lent and should be there at once: requests wait for them until the kernel says no.
+    expected: u32,
 }
 
 impl Missing {
-    const NONE: Missing = Missing { said: 0, wait: FIRST, due: None, asking: false };
+    const NONE: Missing = Missing { said: 0, wait: FIRST, due: None, asking: false, expected: 0 };
 }
 
 impl Absent {
@@ -107,12 +109,32 @@ impl Broker {
             self.jobs.push_back(Job::Allocate { bytes });
         }
         self.end_late_sessions(now);
+        self.give_up_holds();
     }
 
     /// When [`tick`](Self::tick) must be called next; `None` while there is nothing to look at.
     pub fn next_wake(&self) -> Option<Instant> {
         let kept = self.absent.kept.values().filter(|k| k.buffer.is_some()).map(|k| k.due);
-        kept.chain(self.absent.missing.due).chain(self.next_reclaim()).min()
+        let deadlines = self.next_reclaim().into_iter().chain(self.next_hold_deadline());
+        kept.chain(self.absent.missing.due).chain(deadlines).min()
+    }
+
+    /// Extents that were lent are to come back: they are missing, and the kernel is asked at once.
+    pub(super) fn expect_back(&mut self, extents: u32) {
+        if extents == 0 {
+            return;
+        }
+        let m = &mut self.absent.missing;
+        m.expected += extents;
+        m.wait = FIRST;
+        if !m.asking {
+            m.due = Some(self.absent.clock);
+        }
+    }
+
+    /// Extents that were lent and are on their way back, as far as is known.
+    pub(super) fn expected_back(&self) -> u32 {
+        self.absent.missing.expected
     }
 
     /// Extents that were to be taken and are not there.
@@ -180,6 +202,7 @@ impl Broker {
                 }
                 // Where one has come back, there may be room for those that are missing.
                 self.absent.missing.wait = FIRST;
+                self.serve_holds();
                 self.retry();
             }
             Renewal::Held(held) => self.keep(extent, held),
@@ -228,10 +251,12 @@ impl Broker {
         let m = &mut self.absent.missing;
         if missing == 0 {
             *m = Missing::NONE;
-        } else if m.asking {
-            m.said = missing;
-        } else {
-            m.said = missing;
+            return;
+        }
+        // Of those that are expected nothing is said until the kernel has refused one.
+        m.said = if m.expected > 0 { m.said.min(missing) } else { missing };
+        let at_once = m.expected > 0 && m.due.is_some();
+        if !m.asking && !at_once {
             m.due = Some(self.absent.clock + m.wait);
             m.wait = (m.wait * 2).min(LONGEST);
         }
@@ -256,6 +281,8 @@ impl Broker {
             Ok(_) if self.missing_extents() == 0 => self.look_for_missing(),
             Ok(buffer) => {
                 self.take_in(buffer);
+                let expected = &mut self.absent.missing.expected;
+                *expected = expected.saturating_sub(1);
                 let missing = self.missing_extents();
                 log::info!(
                     "an extent that was missing is there; {missing} of {} are not",
@@ -267,11 +294,17 @@ impl Broker {
                     // The next one at once.
                     self.absent.missing.due = Some(self.absent.clock);
                 }
+                self.serve_holds();
                 self.retry();
             }
             Err(e) => {
                 log::debug!("an extent is still missing: {e}");
-                self.look_for_missing();
+                let waited_for = std::mem::take(&mut self.absent.missing.expected) > 0;
+                self.note_missing(&e);
+                if waited_for {
+                    // Whoever waits for it is told that it does not come.
+                    self.retry();
+                }
             }
         }
     }

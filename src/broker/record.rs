@@ -14,6 +14,7 @@ use std::sync::Arc;
 use super::{Broker, Policy, State};
 use crate::heap::{Buffer, Heap};
 use crate::id::ExtentId;
+use crate::pool::{Extent, Use};
 
 const MAGIC: &[u8; 8] = b"KVBSTATE";
 const VERSION: u32 = 1;
@@ -51,7 +52,8 @@ impl Broker {
     }
 
     /// The broker that wrote `record`, over the buffers that it had then. Extents that were being renewed need none, nor
-    /// those in quarantine whose buffer the worker had: that is begun anew. What was on its way to clients is not in a record, nor are requests that waited.
+    /// those in quarantine whose buffer the worker had, which is begun anew, nor those that were lent, which are asked of the
+    /// kernel again. What was on its way to clients is not in a record, nor are requests that waited.
     pub fn from_record(
         record: &[u8],
         heap: Arc<dyn Heap>,
@@ -64,8 +66,8 @@ impl Broker {
         broker.buffers = buffers.into_iter().map(|(id, buffer)| (id, Arc::new(buffer))).collect();
         let extents = state.pool.extents();
         broker.buffers.retain(|id, _| extents.contains_key(id));
-        let missing = |(id, e): (&ExtentId, &crate::pool::Extent)| {
-            let needs_none = matches!(e.usage, crate::pool::Use::Dirty | crate::pool::Use::Quarantined);
+        let missing = |(id, e): (&ExtentId, &Extent)| {
+            let needs_none = matches!(e.usage, Use::Dirty | Use::Quarantined | Use::Lent);
             (!needs_none && !broker.buffers.contains_key(id)).then_some(*id)
         };
         if let Some(id) = extents.iter().find_map(missing) {
@@ -74,6 +76,7 @@ impl Broker {
         broker.windows = super::window::Windows::recalled(&state.windows);
         broker.state = state;
         broker.forget_requests();
+        broker.forget_loans();
         broker.take_up_quarantine();
         broker.sum_all_later();
         broker.settle();

@@ -6,7 +6,7 @@ use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
 
-use super::{Broker, Counters, LastGranted, QuarantineReport};
+use super::{Broker, Counters, HoldReport, LastGranted, QuarantineReport};
 use crate::heap::Backend;
 use crate::pool::{Block, Use};
 
@@ -28,6 +28,15 @@ pub struct PoolReport {
     pub extents_missing: u32,
     /// Extents that somebody holds to whom they do not belong any more.
     pub quarantined: Vec<QuarantineReport>,
+    /// Extents that are with the kernel while programs run that allocate for themselves.
+    #[serde(default)]
+    pub holds: Vec<HoldReport>,
+    /// Extents that are with the kernel because memory is short.
+    #[serde(default)]
+    pub extents_elastic: u32,
+    /// How the broker learns that memory is short, or why it does not.
+    #[serde(default)]
+    pub pressure: String,
     /// What the count of a buffer's holders proves on this kernel.
     pub holder_count: CountReport,
     /// The kind of memory.
@@ -191,7 +200,8 @@ pub struct ExtentReport {
     /// Clients that have its descriptor.
     pub holders: u32,
     /// One letter per slot: `.` free, `c` credit, `p` private, `s` shared, `k` cached, `P` pinned, `!` held back from
-    /// everybody; for an extent of no tenant `-` clean, `~` about to be renewed, `!` in quarantine.
+    /// everybody; for an extent of no tenant `-` clean, `~` about to be renewed, `!` in quarantine, `>`
+    /// lent.
     pub slots: String,
     /// It is asked back: no block of it is granted.
     pub asked_back: bool,
@@ -243,6 +253,9 @@ impl Broker {
                 extents_wanted: state.wanted_extents,
                 extents_missing: self.missing_extents(),
                 quarantined: self.quarantined(),
+                holds: self.holds(),
+                extents_elastic: self.elastic_extents(),
+                pressure: self.pressure_watch.clone(),
                 holder_count: CountReport {
                     proven: self.heap.proof().is_proven(),
                     text: self.heap.proof().to_string(),
@@ -319,6 +332,7 @@ impl Broker {
             slots: match &e.usage {
                 Use::Quarantined => "!".into(),
                 Use::Clean => "-".into(),
+                Use::Lent => ">".into(),
                 Use::Dirty | Use::Renewing => "~".into(),
                 Use::Owned(o) => o.slots.iter().map(|s| letter(s.block)).collect(),
             },

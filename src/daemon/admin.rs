@@ -1,21 +1,22 @@
 //! The operators' socket: one line asks, one JSON document answers, and the connection ends. `metrics` is answered with
 //! text, and after `events` the connection goes on with one line for each change.
 //!
-//! Owns the connections to it. Invariant: an operator that does not read holds up nobody, and there are never more than
-//! a handful of them. `echo status | socat - UNIX-CONNECT:/run/kvbroker/admin.sock` is enough to use it.
+//! Owns the connections to it. Invariants: an operator that does not read holds up nobody, and there are never more than
+//! a handful of them; a connection that asked for a hold is its lease: it stays open after its answer, and the hold ends
+//! with it, however it ends. `echo status | socat - UNIX-CONNECT:/run/kvbroker/admin.sock` is enough to use it.
 
 use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use nix::sys::socket::{setsockopt, sockopt};
+use nix::sys::socket::{getsockopt, setsockopt, sockopt};
 
 use super::observe::{self, Answer};
 use super::watch::Queue;
-use crate::broker::{Broker, LimitChange, PinReport};
+use crate::broker::{Borrower, Broker, HoldId, HoldProgress, LimitChange, PinReport};
 use crate::id::Tenant;
 
-/// Operators at one time.
+/// Operators at one time, leases not counted.
 pub(super) const MOST: usize = 16;
 const LONGEST_REQUEST: usize = 256;
 /// Bytes that the kernel keeps for a watcher: what it has not read is to wait where it is counted.
@@ -30,6 +31,7 @@ pub(super) struct Operator {
     sent: usize,
     /// After `events`: what it is still to be told.
     queue: Option<Queue>,
+    lease: Option<HoldId>,
 }
 
 /// What is to be waited for.
@@ -41,12 +43,14 @@ pub(super) enum Wait {
     Changes,
     /// The operator asks to watch: see [`Operator::watch`].
     Watch,
+    /// For the operator's end, or for the broker.
+    Lease,
     End,
 }
 
 impl Operator {
     pub fn new(fd: OwnedFd) -> Self {
-        Operator { stream: fd.into(), request: Vec::new(), answer: None, sent: 0, queue: None }
+        Operator { stream: fd.into(), request: Vec::new(), answer: None, sent: 0, queue: None, lease: None }
     }
 
     /// Goes on as far as it goes.
@@ -58,17 +62,32 @@ impl Operator {
                 _ => Wait::End,
             };
         }
-        if self.answer.is_none() {
+        if self.lease.is_some() && self.has_hung_up() {
+            return Wait::End;
+        }
+        if self.answer.is_none() && self.lease.is_none() {
             match self.read_line() {
                 Ok(true) => {}
                 Ok(false) => return Wait::Read,
                 Err(_) => return Wait::End,
             }
-            let line = String::from_utf8_lossy(&self.request).trim().to_owned();
-            if line == "events" {
+            if self.line() == "events" {
                 return Wait::Watch;
             }
-            self.answer = Some(answer(broker, &line).into_bytes());
+            self.ask(broker);
+        }
+        if self.answer.is_none() {
+            match self.lease.and_then(|hold| broker.hold_progress(hold)) {
+                Some(HoldProgress::Waiting) => return Wait::Lease,
+                Some(HoldProgress::InForce(report)) => {
+                    self.answer_with(serde_json::to_value(report));
+                }
+                Some(HoldProgress::Refused(why)) => {
+                    self.end_lease(broker);
+                    self.answer_with(Ok(refusal(&why)));
+                }
+                None => return Wait::End,
+            }
         }
         let all = self.answer.as_deref().unwrap_or_default();
         while self.sent < all.len() {
@@ -79,7 +98,69 @@ impl Operator {
                 Err(_) => return Wait::End,
             }
         }
-        Wait::End
+        if self.lease.is_some() { Wait::Lease } else { Wait::End }
+    }
+
+    /// Whether the connection is a lease, and so not one that may be ended for want of room.
+    pub fn is_lease(&self) -> bool {
+        self.lease.is_some()
+    }
+
+    /// Whether it waits for the broker and not for the operator.
+    pub fn waits_for_broker(&self) -> bool {
+        self.lease.is_some() && self.answer.is_none()
+    }
+
+    /// The connection ends.
+    pub fn end_lease(&mut self, broker: &mut Broker) {
+        if let Some(hold) = self.lease.take() {
+            broker.end_hold(hold);
+        }
+    }
+
+    fn line(&self) -> String {
+        String::from_utf8_lossy(&self.request).trim().to_owned()
+    }
+
+    fn ask(&mut self, broker: &mut Broker) {
+        let line = self.line();
+        let text = match line.strip_prefix("hold ") {
+            Some(rest) => match self.hold(broker, rest) {
+                Ok(hold) => return self.lease = Some(hold),
+                Err(why) => line_of(Ok(refusal(&why))),
+            },
+            None => answer(broker, &line),
+        };
+        self.answer = Some(text.into_bytes());
+    }
+
+    /// `hold BYTES COMMAND`
+    fn hold(&self, broker: &mut Broker, request: &str) -> Result<HoldId, String> {
+        let (bytes, command) = request.split_once(' ').unwrap_or((request, ""));
+        let wrong = || format!("hold {bytes}: say how many bytes, as a number, and then what runs with them");
+        let bytes = bytes.parse().map_err(|_| wrong())?;
+        let peer = getsockopt(&self.stream, sockopt::PeerCredentials).map_err(|e| e.to_string())?;
+        // It is shown on terminals.
+        let command = command.chars().filter(|c| !c.is_control()).collect();
+        let borrower = Borrower { uid: peer.uid(), pid: peer.pid(), command };
+        broker.hold(bytes, borrower).map_err(|e| e.to_string())
+    }
+
+    fn answer_with(&mut self, json: serde_json::Result<serde_json::Value>) {
+        self.answer = Some(line_of(json).into_bytes());
+    }
+
+    /// Whether the holder of a lease has gone, or has nothing more to say, which is the same. What he says is not read.
+    fn has_hung_up(&mut self) -> bool {
+        let mut some = [0; LONGEST_REQUEST];
+        loop {
+            match self.stream.read(&mut some) {
+                Ok(0) => return true,
+                Ok(_) => {}
+                Err(e) if e.kind() == io::ErrorKind::Interrupted => {}
+                Err(e) => return e.kind() != io::ErrorKind::WouldBlock,
+            }
+        }
     }
 
     /// It watches from now on: `state` goes first.
@@ -145,7 +226,15 @@ fn answer(broker: &mut Broker, request: &str) -> String {
         Some(Answer::Json(json)) => json,
         None => plain_answer(broker, request),
     };
-    format!("{}\n", json.unwrap_or_else(|e| serde_json::json!({ "error": e.to_string() })))
+    line_of(json)
+}
+
+fn line_of(json: serde_json::Result<serde_json::Value>) -> String {
+    format!("{}\n", json.unwrap_or_else(|e| refusal(&e.to_string())))
+}
+
+fn refusal(why: &str) -> serde_json::Value {
+    serde_json::json!({ "error": why })
 }
 
 fn plain_answer(broker: &mut Broker, request: &str) -> serde_json::Result<serde_json::Value> {
@@ -160,15 +249,14 @@ fn plain_answer(broker: &mut Broker, request: &str) -> serde_json::Result<serde_
         other => match other.split_once(' ') {
             Some(("limits", change)) => match limit_change(change) {
                 Ok(change) => serde_json::to_value(broker.change_limits(&change)),
-                Err(why) => Ok(serde_json::json!({ "error": why })),
+                Err(why) => Ok(refusal(&why)),
             },
             Some(("unpin", which)) => serde_json::to_value(unpin(broker, which)),
-            _ => Ok(serde_json::json!({
-                "error": format!(
-                    "there is no request {other:?}: ask for status, sessions, map, check, limits, unpin, fsck, {}",
-                    observe::REQUESTS
-                )
-            })),
+            _ => Ok(refusal(&format!(
+                "there is no request {other:?}: ask for status, sessions, map, check, limits, unpin, fsck, \
+                 hold BYTES COMMAND, {}",
+                observe::REQUESTS
+            ))),
         },
     }
 }

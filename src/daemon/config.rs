@@ -10,6 +10,7 @@ use serde::Deserialize;
 use thiserror::Error;
 
 use super::check::{self, Outlook};
+use super::pressure;
 use crate::broker::{Eviction, Policy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
 use crate::heap::{Backend, DmaHeap};
@@ -109,6 +110,8 @@ struct PoolTable {
     extent: ExtentSize,
     cma_alignment_order: u32,
     lock: bool,
+    elastic: bool,
+    floor: Option<Size>,
 }
 
 impl Default for PoolTable {
@@ -123,6 +126,8 @@ impl Default for PoolTable {
             extent: ExtentSize::Auto,
             cma_alignment_order: CMA_ALIGNMENT_ORDER,
             lock: true,
+            elastic: false,
+            floor: None,
         }
     }
 }
@@ -273,6 +278,12 @@ pub struct Overrides {
     /// The socket for operators
     #[arg(long, value_name = "PATH")]
     pub admin_socket: Option<PathBuf>,
+    /// A file to read in place of /proc/pressure/memory, for tests
+    #[arg(long, value_name = "PATH", hide = true)]
+    pub pressure_file: Option<PathBuf>,
+    /// How often to read that, in milliseconds
+    #[arg(long, value_name = "N", hide = true, requires = "pressure_file")]
+    pub pressure_every: Option<u64>,
 }
 
 /// Which file a key was last set in.
@@ -337,6 +348,12 @@ pub struct Config {
     pub cma_alignment_order: u32,
     /// Keep memfd extents out of swap.
     pub lock: bool,
+    /// Give free extents back to the kernel while memory is short.
+    pub elastic: bool,
+    /// As long as more bytes than these are left.
+    pub floor_bytes: u64,
+    /// Where pressure on memory is read.
+    pub(super) pressure: pressure::Source,
     /// The geometries that extents are cut for.
     pub profiles: Vec<Profile>,
     /// The socket for clients.
@@ -493,6 +510,16 @@ impl Config {
             let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
             return Err(origins.wrong("pool.minimum", Size::from_bytes(minimum_bytes).exact(), why));
         }
+        let floor_bytes = file.pool.floor.map_or(minimum_bytes, Size::bytes);
+        if floor_bytes > pool_bytes {
+            let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
+            return Err(origins.wrong("pool.floor", Size::from_bytes(floor_bytes).exact(), why));
+        }
+        let usual = pressure::Source::default();
+        let pressure = pressure::Source {
+            path: over.pressure_file.clone().unwrap_or(usual.path),
+            every: over.pressure_every.map_or(usual.every, std::time::Duration::from_millis),
+        };
         if file.pool.device == DeviceAccess::Vfio && file.device.node.is_none() {
             let why =
                 "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
@@ -547,6 +574,9 @@ impl Config {
             extent: over.extent.unwrap_or(file.pool.extent),
             cma_alignment_order: file.pool.cma_alignment_order,
             lock: file.pool.lock,
+            elastic: file.pool.elastic,
+            floor_bytes,
+            pressure,
             profiles,
             socket: over.socket.clone().unwrap_or(file.socket.path),
             socket_mode: mode,
@@ -580,6 +610,11 @@ impl Config {
             tenants: self.tenants.iter().map(|(tenant, t)| (*tenant, of(t))).collect(),
             one_block_per_extent: one_block,
             checksums: true,
+            elastic: self.elastic,
+            floor_extents: match self.elastic {
+                true => u32::try_from(self.floor_bytes.div_ceil(extent_bytes)).unwrap_or(u32::MAX),
+                false => 0,
+            },
             ..self.limits.clone()
         }
     }
@@ -712,6 +747,8 @@ mod tests {
             "extent",
             "cma-alignment-order",
             "lock",
+            "elastic",
+            "floor",
             "path",
             "mode",
             "group",
@@ -818,6 +855,7 @@ mod tests {
                 "[pool]\ndevice = \"contiguous\"\nbackend = \"udmabuf\"\n",
                 "pool.backend = udmabuf: the pages of a memfd are scattered",
             ),
+            ("[pool]\nfloor = \"257M\"\n", "pool.floor = 257M: that is more than the pool of 256 MiB"),
             ("[pool]\nheap = \"\"\n", "pool.heap = \"\": an empty path"),
             ("[socket]\npath = \"\"\n", "socket.path = \"\": an empty path"),
             (&long, "108 bytes are too long"),
@@ -869,5 +907,13 @@ mod tests {
         let policy = c.policy(3 << 20, false);
         assert_eq!(policy.usual_tenant.limit, Some(3));
         assert_eq!(policy.tenants[&Tenant(7)].limit, Some(32));
+    }
+
+    #[test]
+    fn the_floor_of_an_elastic_pool_is_the_minimum_unless_it_is_said() {
+        let floor = |text: &str| read(text).unwrap().policy(3 << 20, false).floor_extents;
+        assert_eq!(floor("[pool]\nelastic = true\n"), 43);
+        assert_eq!(floor("[pool]\nelastic = true\nminimum = \"30M\"\n"), 10);
+        assert_eq!(floor("[pool]\nelastic = true\nfloor = \"3M\"\n"), 1);
     }
 }

@@ -11,6 +11,7 @@ mod connection;
 mod listener;
 mod metrics;
 mod observe;
+mod pressure;
 mod server;
 mod start;
 mod watch;

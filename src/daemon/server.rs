@@ -17,6 +17,7 @@ use nix::sys::socket::{getsockopt, sockopt};
 use super::admin::{self, Operator, Wait};
 use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
+use super::pressure::{Needs, News, Pressure};
 use super::watch::{self, Watch};
 use super::worker::Worker;
 use crate::broker::{Broker, ConnectError, Peer};
@@ -42,6 +43,7 @@ enum Token {
     Client(ClientId),
     Process(ClientId),
     Operator(u64),
+    Pressure,
 }
 
 impl Token {
@@ -54,6 +56,7 @@ impl Token {
             Token::Client(id) => id.0 << 3 | 4,
             Token::Process(id) => id.0 << 3 | 5,
             Token::Operator(id) => id << 3 | 6,
+            Token::Pressure => 7,
         }
     }
 
@@ -66,6 +69,7 @@ impl Token {
             4 => Token::Client(ClientId(bits >> 3)),
             5 => Token::Process(ClientId(bits >> 3)),
             6 => Token::Operator(bits >> 3),
+            7 => Token::Pressure,
             _ => return None,
         })
     }
@@ -82,6 +86,9 @@ pub(super) struct Server {
     clients: Listener,
     admin: Listener,
     signals: SignalFd,
+    pressure: Pressure,
+    /// The loop waits for the pressure's trigger.
+    pressure_armed: bool,
     connections: BTreeMap<ClientId, Connection>,
     operators: BTreeMap<u64, Operator>,
     next_operator: u64,
@@ -107,9 +114,9 @@ impl Server {
     pub fn new(
         broker: Broker,
         worker: Worker,
-        clients: Listener,
-        admin: Listener,
+        (clients, admin): (Listener, Listener),
         signals: SignalFd,
+        pressure: Pressure,
         connections_per_tenant: u32,
         watchdog: Option<Duration>,
     ) -> io::Result<Self> {
@@ -119,6 +126,9 @@ impl Server {
         epoll.add(&admin, read(Token::Admin))?;
         epoll.add(&worker, read(Token::Worker))?;
         epoll.add(&signals, read(Token::Signal))?;
+        if let Some(trigger) = pressure.trigger() {
+            epoll.add(trigger, EpollEvent::new(EpollFlags::EPOLLPRI, Token::Pressure.pack()))?;
+        }
         Ok(Server {
             broker: ManuallyDrop::new(broker),
             worker,
@@ -126,6 +136,8 @@ impl Server {
             clients,
             admin,
             signals,
+            pressure,
+            pressure_armed: true,
             connections: BTreeMap::new(),
             operators: BTreeMap::new(),
             next_operator: 1,
@@ -172,8 +184,29 @@ impl Server {
                     None => {}
                 }
             }
+            self.look_at_pressure();
             self.settle();
             self.check_when_idle(&mut events);
+        }
+    }
+
+    /// What the broker could do about a machine that is short of memory.
+    fn needs(&self) -> Needs {
+        Needs { slack: self.broker.has_slack(), given: self.broker.elastic_extents() > 0 }
+    }
+
+    fn look_at_pressure(&mut self) {
+        match self.pressure.news(Instant::now(), self.needs()) {
+            Some(News::Pressed) => _ = self.broker.pressed(),
+            Some(News::Relieved) => _ = self.broker.relieved(),
+            None => {}
+        }
+        // A call that nothing can be done about wakes up for nothing.
+        let arm = self.broker.has_slack();
+        if let Some(trigger) = self.pressure.trigger().filter(|_| arm != self.pressure_armed) {
+            let flags = if arm { EpollFlags::EPOLLPRI } else { EpollFlags::empty() };
+            let _ = self.epoll.modify(trigger, &mut EpollEvent::new(flags, Token::Pressure.pack()));
+            self.pressure_armed = arm;
         }
     }
 
@@ -202,7 +235,9 @@ impl Server {
         let wake = self.broker.next_wake().map(|t| t.saturating_duration_since(Instant::now()));
         let watch = self.watch.due().map(|t| t.saturating_duration_since(Instant::now()));
         let recheck = self.recheck_at.map(|t| t.saturating_duration_since(Instant::now()));
-        let soonest = [watchdog, breather, pause, wake, watch, recheck].into_iter().flatten().min();
+        let look = self.pressure.next_look(self.needs());
+        let look = look.map(|t| t.saturating_duration_since(Instant::now()));
+        let soonest = [watchdog, breather, pause, wake, watch, recheck, look].into_iter().flatten().min();
         let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
         soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
     }
@@ -226,6 +261,7 @@ impl Server {
                 self.end(id);
             }
             Token::Operator(id) => self.operator(id, events),
+            Token::Pressure => self.pressure.triggered(events),
             // An event of a connection that ended earlier in this turn.
             Token::Client(_) | Token::Process(_) | Token::Signal => {}
         }
@@ -407,9 +443,11 @@ impl Server {
     fn accept_operators(&mut self) {
         match self.admin.accept() {
             Ok(Some(fd)) => {
-                if self.operators.len() >= admin::MOST {
+                let asks = |(id, o): (&u64, &Operator)| (!o.is_lease()).then_some((*id, o.is_watching()));
+                let asking: Vec<_> = self.operators.iter().filter_map(asks).collect();
+                if asking.len() >= admin::MOST {
                     // Who asks gets an answer; who has been connected for longest and does not watch has to go for it.
-                    let silent = self.operators.iter().find(|(_, o)| !o.is_watching()).map(|(id, _)| *id);
+                    let silent = asking.iter().find(|(_, watches)| !watches).map(|(id, _)| *id);
                     self.drop_operator(silent.unwrap_or_default());
                 }
                 let id = self.next_operator;
@@ -437,6 +475,8 @@ impl Server {
         let flags = match wait {
             Wait::Read => EpollFlags::EPOLLIN,
             Wait::Write => EpollFlags::EPOLLOUT,
+            // A lease ends when its holder hangs up: nothing else is waited for.
+            Wait::Lease => EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP,
             // Nothing is read of a watcher: one that has shut down its half would be readable for ever.
             Wait::Changes => EpollFlags::empty(),
             Wait::Watch | Wait::End => return self.drop_operator(id),
@@ -452,8 +492,9 @@ impl Server {
     }
 
     fn drop_operator(&mut self, id: u64) {
-        if let Some(operator) = self.operators.remove(&id) {
+        if let Some(mut operator) = self.operators.remove(&id) {
             let _ = self.epoll.delete(as_fd(&operator));
+            operator.end_lease(&mut self.broker);
         }
     }
 
@@ -499,6 +540,9 @@ impl Server {
         for id in std::mem::take(&mut self.crowded) {
             self.flush(id);
         }
+        let waits = |(id, o): (&u64, &Operator)| o.waits_for_broker().then_some(*id);
+        let waiting: Vec<_> = self.operators.iter().filter_map(waits).collect();
+        waiting.into_iter().for_each(|id| self.operator(id, EpollFlags::empty()));
         if self.recheck_at.is_some_and(|t| t <= Instant::now()) {
             self.broker.recheck_windows();
             self.recheck_at = None;

@@ -17,6 +17,7 @@ use thiserror::Error;
 use super::check::{self, memory_bytes};
 use super::config::{Config, DeviceAccess};
 use super::listener::{ListenError, Listener};
+use super::pressure::Pressure;
 use super::server::Server;
 use super::worker::Worker;
 use crate::broker::Broker;
@@ -189,6 +190,12 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     broker.set_means(means(config)?);
     broker.set_cut(extents);
 
+    let pressure = Pressure::open(config.pressure.clone());
+    if pressure.is_blind() && config.elastic {
+        log::warn!("pool.elastic = true has no effect: {}", pressure.how());
+    }
+    broker.set_pressure_watch(pressure.how());
+
     let worker = Worker::start(broker.heap())?;
     let status = broker.status();
     let said = format!(
@@ -199,7 +206,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         status.pool.heap,
     );
     let watchdog = sd_notify::watchdog_enabled().filter(|d| *d > Duration::ZERO);
-    let server = Server::new(broker, worker, clients, admin, signals, per_tenant, watchdog)?;
+    let server = Server::new(broker, worker, (clients, admin), signals, pressure, per_tenant, watchdog)?;
     log::info!("ready: {said}");
     if status.pool.backend == Backend::DmaHeap {
         log::info!("count of an extent's holders: {}", status.pool.holder_count.text);

@@ -60,6 +60,10 @@ impl Heap for Memfd {
     fn revokes(&self) -> bool {
         true
     }
+
+    fn has_room(&self, bytes: u64) -> Result<(), HeapError> {
+        super::room::check("memfd", bytes)
+    }
 }
 
 /// Gives all pages of a memfd back to the kernel: every mapping and descriptor of it reads zeros from now on.

@@ -11,6 +11,7 @@ mod holders;
 mod memfd;
 #[cfg_attr(not(feature = "daemon"), allow(dead_code))]
 mod probe;
+mod room;
 #[cfg(feature = "daemon")]
 mod udmabuf;
 
@@ -125,6 +126,14 @@ pub trait Heap: Send + Sync + fmt::Debug {
         old.revoke();
         drop(old);
         Renewal::of(self.allocate(bytes))
+    }
+
+    /// Whether the kernel can give `bytes` more without taking them from somebody. Heaps of ordinary memory ask
+    /// `/proc/meminfo`: an allocation that is too much for the machine does not fail there but ends in the out-of-memory
+    /// killer.
+    fn has_room(&self, bytes: u64) -> Result<(), HeapError> {
+        let _ = bytes;
+        Ok(())
     }
 
     /// What is known about the count of its buffers' holders.

@@ -140,6 +140,10 @@ impl Heap for Udmabuf {
         false
     }
 
+    fn has_room(&self, bytes: u64) -> Result<(), HeapError> {
+        super::room::check(&self.name(), bytes)
+    }
+
     fn renew(&self, old: Arc<Buffer>) -> Renewal {
         match holders::alone(old) {
             Err(held) => Renewal::Held(held),

@@ -113,6 +113,8 @@ pub enum Use {
     Quarantined,
     /// Cut into blocks of a tenant.
     Owned(Owned),
+    /// With the kernel for a while: there is no buffer.
+    Lent,
 }
 
 /// One kernel buffer.

@@ -93,6 +93,7 @@ pub struct Pool {
     dirty: BTreeSet<ExtentId>,
     renewing: u32,
     quarantined: u32,
+    lent: u32,
     open: Open,
     free_places: BTreeMap<(Tenant, FormatId), u64>,
     tenant_extents: BTreeMap<Tenant, u32>,
@@ -141,6 +142,7 @@ impl Pool {
             dirty: BTreeSet::new(),
             renewing: 0,
             quarantined: 0,
+            lent: 0,
             open: Open::new(),
             free_places: BTreeMap::new(),
             tenant_extents: BTreeMap::new(),
@@ -736,18 +738,48 @@ impl Pool {
         renewed.then(|| self.add())
     }
 
+    /// Takes a clean extent out of service, for its memory to go back to the kernel: the one that would be granted last.
+    pub fn lend(&mut self) -> Option<ExtentId> {
+        let id = self.clean.pop_last()?;
+        self.extents.get_mut(&id).expect("the clean list names extents of the pool").usage = Use::Lent;
+        self.lent += 1;
+        self.ledger.transfer(Account::Free, Account::Lent, self.extent_bytes);
+        Some(id)
+    }
+
+    /// The loan is over: the extent is the pool's no more, until a new one comes in its stead. `false` if it was not lent.
+    pub fn end_loan(&mut self, extent: ExtentId) -> bool {
+        if self.extents.get(&extent).is_none_or(|e| e.usage != Use::Lent) {
+            return false;
+        }
+        self.extents.remove(&extent);
+        self.lent -= 1;
+        self.ledger[Account::Lent] -= self.extent_bytes;
+        true
+    }
+
+    /// Extents that are with the kernel for a while.
+    pub fn lent(&self) -> u32 {
+        self.lent
+    }
+
     fn index(&mut self) {
         let fresh = Pool { extents: BTreeMap::new(), ..Pool::new(self.extent_bytes) };
         let extents = std::mem::take(&mut self.extents);
         *self = Pool { next: self.next, clock: self.clock, ..fresh };
         for (&id, e) in &extents {
             let Some(o) = e.owned() else {
-                let account = if e.usage == Use::Quarantined { Account::Quarantined } else { Account::Free };
+                let account = match e.usage {
+                    Use::Quarantined => Account::Quarantined,
+                    Use::Lent => Account::Lent,
+                    _ => Account::Free,
+                };
                 self.ledger[account] += self.extent_bytes;
                 match e.usage {
                     Use::Clean => _ = self.clean.insert(id),
                     Use::Dirty => _ = self.dirty.insert(id),
                     Use::Quarantined => self.quarantined += 1,
+                    Use::Lent => self.lent += 1,
                     _ => self.renewing += 1,
                 }
                 continue;

@@ -4,6 +4,7 @@
 //! fail and say so.
 
 mod governing;
+mod hold;
 mod hostile;
 mod lifetime;
 mod observe;

@@ -17,12 +17,36 @@ use serde_json::Value;
 
 use super::{Failure, print_json};
 
-/// How to ask.
+/// Where the broker is.
 #[derive(Debug, Args)]
-pub struct Ask {
+pub struct AdminSocket {
     /// The broker's admin socket
     #[arg(long, value_name = "PATH", env = "KVBROKER_ADMIN_SOCKET", default_value = DEFAULT_ADMIN_SOCKET)]
     socket: PathBuf,
+}
+
+impl AdminSocket {
+    /// Connects to it.
+    pub fn connect(&self) -> Result<UnixStream, Failure> {
+        UnixStream::connect(&self.socket).map_err(|e| self.unreachable(&e))
+    }
+
+    /// Why it is of no use.
+    pub fn unreachable(&self, e: &io::Error) -> Failure {
+        let advice = match e.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => "is kvbrokerd running?",
+            io::ErrorKind::PermissionDenied => "the admin socket is for root, or for the broker's own user",
+            _ => "the broker does not answer",
+        };
+        Failure::Unreachable(format!("{}: {e}; {advice}", self.socket.display()))
+    }
+}
+
+/// How to ask.
+#[derive(Debug, Args)]
+pub struct Ask {
+    #[command(flatten)]
+    admin: AdminSocket,
     /// Answer in JSON; sizes are bytes
     #[arg(long)]
     json: bool,
@@ -39,19 +63,14 @@ impl Ask {
 
     /// Asks; what comes is still to be read, and may be waited for as long as `patience` says.
     pub(super) fn ask(&self, question: &str, patience: Option<Duration>) -> Result<UnixStream, Failure> {
-        let mut stream = UnixStream::connect(&self.socket).map_err(|e| self.unreachable(&e))?;
+        let mut stream = self.admin.connect()?;
         stream.set_read_timeout(patience).and_then(|()| stream.set_write_timeout(Some(PATIENCE)))?;
         writeln!(stream, "{question}").map_err(|e| self.unreachable(&e))?;
         Ok(stream)
     }
 
     pub(super) fn unreachable(&self, e: &io::Error) -> Failure {
-        let advice = match e.kind() {
-            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => "is kvbrokerd running?",
-            io::ErrorKind::PermissionDenied => "the admin socket is for root, or for the broker's own user",
-            _ => "the broker does not answer",
-        };
-        Failure::Unreachable(format!("{}: {e}; {advice}", self.socket.display()))
+        self.admin.unreachable(e)
     }
 
     /// The answer as it comes.
@@ -349,6 +368,18 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
             mib(pool.stride_bytes)
         )?;
     }
+    for h in &pool.holds {
+        let (all, state) = (mib(h.bytes), if h.in_force { "lent" } else { "about to be lent" });
+        writeln!(
+            out,
+            "          {all} {state} to pid {} ({}) by kvbctl hold, uid {}",
+            h.pid, h.command, h.uid
+        )?;
+    }
+    if pool.extents_elastic > 0 {
+        let all = mib(u64::from(pool.extents_elastic) * pool.extent_bytes);
+        writeln!(out, "          {all} given back to the kernel, because memory is short")?;
+    }
     for q in &pool.quarantined {
         write!(out, "          WARNING: extent {} is in quarantine, held by {} others", q.extent, q.others)?;
         match &q.last_granted {
@@ -400,6 +431,9 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
     )?;
     if c.damaged > 0 {
         writeln!(out, "WARNING   {} sealed blocks were found damaged, and dropped: see the log", c.damaged)?;
+    }
+    if c.pressed > 0 {
+        writeln!(out, "pressure  {} times; {} extents given back over it", c.pressed, c.given_back)?;
     }
     writeln!(out, "ledger")?;
     for (name, bytes) in s.ledger.iter().filter(|(_, bytes)| **bytes > 0) {
@@ -465,6 +499,7 @@ fn print_map(map: &MapReport, coloured: bool, out: &mut dyn Write) -> io::Result
         ('-', "free extent"),
         ('~', "being renewed"),
         ('!', "in quarantine"),
+        ('>', "lent"),
         ('.', "free block"),
         ('c', "credit"),
         ('p', "private"),
