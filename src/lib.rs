@@ -25,4 +25,5 @@ pub mod pool;
 pub mod profile;
 pub mod seqpacket;
 pub mod size;
+pub mod store;
 pub mod wire;
