@@ -9,6 +9,8 @@ mod doctor;
 mod live;
 #[path = "kvbctl/plan.rs"]
 mod plan;
+#[path = "kvbctl/store.rs"]
+mod store;
 
 use clap::{Parser, Subcommand};
 use std::io::{self, Write};
@@ -56,6 +58,12 @@ enum Command {
     /// Let pinned prefixes go: those whose names (kvbctl status) begin with CHAIN, or all
     #[command(after_help = EXIT_CODES)]
     Unpin(live::Unpin),
+    /// Write pinned prefixes to files, from which every start brings them back
+    #[command(after_help = EXIT_CODES)]
+    Save(live::Ask),
+    /// Bring stored prefixes back that are not in the pool
+    #[command(after_help = EXIT_CODES)]
+    Load(live::Ask),
     /// Have the broker count every byte anew
     #[command(after_help = EXIT_CODES)]
     Check(live::Ask),
@@ -100,6 +108,8 @@ fn main() -> ExitCode {
         Command::Map { ask, colour } => ask.map(colour, &mut out),
         Command::Limits(args) => args.run(&mut out),
         Command::Unpin(args) => args.run(&mut out),
+        Command::Save(ask) => store::run(&ask, "save", &mut out),
+        Command::Load(ask) => store::run(&ask, "load", &mut out),
         Command::Check(ask) => ask.check(&mut out),
         Command::Doctor(args) => args.run(&mut out),
     };

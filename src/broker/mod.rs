@@ -18,6 +18,7 @@ mod quarantine;
 mod record;
 mod report;
 mod session;
+mod store;
 pub mod tenant;
 mod verbs;
 
@@ -36,6 +37,7 @@ pub use report::{
     StatusReport,
 };
 pub use session::Session;
+pub use store::{StoreOutcome, StorePolicy, StoreRefusal, StoreReport, StoredReport};
 pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
 
 use crate::heap::{Buffer, Heap, HeapError, Renewal};
@@ -44,6 +46,7 @@ use crate::map::page_bytes;
 use crate::packing::Extents;
 use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
+use crate::store::{Finished, Order};
 use crate::wire::{self, Fault, Verb, WireError, Writer};
 
 /// The uid that the kernel shows for users without a mapping in this namespace: nobody in particular.
@@ -157,6 +160,9 @@ pub enum Job {
         /// Its size.
         bytes: u64,
     },
+    /// Read or write stored prefixes. The blocks that it names are nobody else's meanwhile, so it may be done beside the
+    /// others.
+    Store(Order),
 }
 
 /// What became of a [`Job`].
@@ -178,6 +184,8 @@ pub enum Done {
     },
     /// The kernel has answered.
     Allocated(Result<Buffer, HeapError>),
+    /// Stored prefixes were read or written, or not.
+    Stored(Finished),
 }
 
 impl Job {
@@ -194,6 +202,7 @@ impl Job {
                 Done::Renewed { extent, result: Renewal::of(heap.allocate(bytes)) }
             }
             Job::Allocate { bytes } => Done::Allocated(heap.allocate(bytes)),
+            Job::Store(order) => Done::Stored(order.run()),
         }
     }
 }
@@ -359,6 +368,7 @@ pub struct Broker {
     /// A session that was asked to make room has ended: who waits is to be tried again.
     stirred: bool,
     asked_back: BTreeMap<ExtentId, consent::Asked>,
+    store: Option<store::Store>,
     absent: quarantine::Absent,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
@@ -427,6 +437,7 @@ impl Broker {
             reclaims: BTreeMap::new(),
             stirred: false,
             asked_back: BTreeMap::new(),
+            store: None,
             absent: quarantine::Absent::new(),
             fresh_descriptors: BTreeSet::new(),
             next_ticket: 1,
@@ -500,15 +511,19 @@ impl Broker {
         for extent in self.state.pool.held_by(id) {
             self.state.pool.remove_holder(extent, id);
         }
-        let used = |f: &FormatId| {
-            self.state.clients.values().any(|c| c.formats.contains(f))
-                || self.state.pool.extents().values().any(|e| e.owned().is_some_and(|o| o.format == *f))
-        };
-        let gone: Vec<_> = client.formats.into_iter().filter(|f| !used(f)).collect();
-        for format in gone {
-            self.state.formats.remove(&format);
+        for format in client.formats {
+            self.forget_format(format);
         }
         self.settle();
+    }
+
+    /// Forgets a geometry that nobody uses.
+    fn forget_format(&mut self, format: FormatId) {
+        let used = self.state.clients.values().any(|c| c.formats.contains(&format))
+            || self.state.pool.extents().values().any(|e| e.owned().is_some_and(|o| o.format == format));
+        if !used {
+            self.state.formats.remove(&format);
+        }
     }
 
     /// Handles one message of a client. What comes of it is in the outbox: see [`outputs`](Self::outputs).
@@ -619,11 +634,15 @@ impl Broker {
             Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
             Done::Renewed { extent, result } => self.renewed(extent, result),
             Done::Allocated(result) => self.allocated(result),
+            Done::Stored(finished) => self.store_finished(finished),
         }
         self.settle();
     }
 
     fn scrubbed(&mut self, ticket: u64, result: Result<(), String>) {
+        if self.store_cleared(ticket, &result) {
+            return;
+        }
         let is_it =
             |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if *t == ticket);
         // The client may have gone meanwhile; then its blocks are free already.

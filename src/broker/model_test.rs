@@ -1561,7 +1561,7 @@ impl Run {
                 let is_it = |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if t == ticket);
                 self.broker.waiting.iter().find(is_it).map(|(c, _)| c.0)
             }
-            Done::Renewed { .. } | Done::Allocated(_) => None,
+            Done::Renewed { .. } | Done::Allocated(_) | Done::Stored(_) => None,
         };
         // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
         let changed = self.expect(&done);
@@ -1595,7 +1595,7 @@ impl Run {
         let m = &mut self.model;
         match done {
             Done::Scrubbed { .. } => false,
-            Done::Allocated(Err(_)) => false,
+            Done::Allocated(Err(_)) | Done::Stored(_) => false,
             Done::Allocated(Ok(_)) => {
                 m.missing -= 1;
                 m.clean += 1;

@@ -107,12 +107,13 @@ impl Broker {
             self.jobs.push_back(Job::Allocate { bytes });
         }
         self.end_late_sessions(now);
+        self.end_late_lookups(now);
     }
 
     /// When [`tick`](Self::tick) must be called next; `None` while there is nothing to look at.
     pub fn next_wake(&self) -> Option<Instant> {
         let kept = self.absent.kept.values().filter(|k| k.buffer.is_some()).map(|k| k.due);
-        kept.chain(self.absent.missing.due).chain(self.next_reclaim()).min()
+        kept.chain(self.absent.missing.due).chain(self.next_reclaim()).chain(self.lookups_wait_until()).min()
     }
 
     /// Extents that were to be taken and are not there.

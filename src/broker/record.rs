@@ -73,6 +73,7 @@ impl Broker {
         }
         broker.state = state;
         broker.forget_requests();
+        broker.forget_store_work();
         broker.take_up_quarantine();
         broker.settle();
         Ok(broker)

@@ -102,7 +102,7 @@ pub struct PinReport {
 
 impl PinReport {
     fn of(chain: &super::prefix::Digest, pin: &super::prefix::Pin) -> Self {
-        let super::prefix::Pin { tenant, pid, label, blocks, tokens } = pin.clone();
+        let super::prefix::Pin { tenant, pid, label, blocks, tokens, .. } = pin.clone();
         let chain = chain[..8].iter().map(|b| format!("{b:02x}")).collect();
         PinReport { chain, uid: tenant.0, pid, label, blocks, tokens }
     }

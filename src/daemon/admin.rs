@@ -7,7 +7,9 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
-use crate::broker::{Broker, LimitChange, PinReport};
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+
+use crate::broker::{Broker, LimitChange, PinReport, StoreRefusal};
 use crate::id::Tenant;
 
 /// Operators at one time.
@@ -21,6 +23,8 @@ pub(super) struct Operator {
     request: Vec<u8>,
     answer: Option<Vec<u8>>,
     sent: usize,
+    /// A task of the broker's on stored prefixes, whose end is the answer.
+    task: Option<u64>,
 }
 
 /// What is to be waited for.
@@ -28,26 +32,40 @@ pub(super) struct Operator {
 pub(super) enum Wait {
     Read,
     Write,
+    /// For the broker to be done.
+    Broker,
     End,
 }
 
 impl Operator {
     pub fn new(fd: OwnedFd) -> Self {
-        Operator { stream: fd.into(), request: Vec::new(), answer: None, sent: 0 }
+        Operator { stream: fd.into(), request: Vec::new(), answer: None, sent: 0, task: None }
     }
 
     /// Goes on as far as it goes.
     pub fn go_on(&mut self, broker: &mut Broker) -> Wait {
-        if self.answer.is_none() {
+        if self.answer.is_none() && self.task.is_none() {
             match self.read_line() {
                 Ok(true) => {}
                 Ok(false) => return Wait::Read,
                 Err(_) => return Wait::End,
             }
             let line = String::from_utf8_lossy(&self.request).trim().to_owned();
-            let mut answer = answer(broker, &line).into_bytes();
-            answer.push(b'\n');
-            self.answer = Some(answer);
+            match line.as_str() {
+                "save" => self.begin(broker.save_prefixes()),
+                "load" => self.begin(broker.load_prefixes()),
+                line => self.answer_with(&answer(broker, line)),
+            }
+        }
+        if let Some(task) = self.task.filter(|_| self.answer.is_none()) {
+            if self.has_gone() {
+                return Wait::End;
+            }
+            match broker.stored(task) {
+                Some(report) => self.answer_with(&serde_json::json!(report).to_string()),
+                None if broker.is_storing(task) => return Wait::Broker,
+                None => return Wait::End,
+            }
         }
         let all = self.answer.as_deref().unwrap_or_default();
         while self.sent < all.len() {
@@ -59,6 +77,29 @@ impl Operator {
             }
         }
         Wait::End
+    }
+
+    /// Whether it waits for the broker and not for the operator.
+    pub fn waits_for_broker(&self) -> bool {
+        self.task.is_some() && self.answer.is_none()
+    }
+
+    fn begin(&mut self, task: Result<u64, StoreRefusal>) {
+        match task {
+            Ok(task) => self.task = Some(task),
+            Err(why) => self.answer_with(&serde_json::json!({ "error": why.to_string() }).to_string()),
+        }
+    }
+
+    fn answer_with(&mut self, json: &str) {
+        self.answer = Some(format!("{json}\n").into_bytes());
+    }
+
+    /// Whether nobody is there any more to be answered: one who has only said all that he will say is.
+    fn has_gone(&self) -> bool {
+        let mut fd = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
+        let gone = PollFlags::POLLHUP | PollFlags::POLLERR;
+        poll(&mut fd, PollTimeout::ZERO).is_ok() && fd[0].revents().is_some_and(|r| r.intersects(gone))
     }
 
     /// Whether the line is there.
@@ -104,7 +145,7 @@ fn answer(broker: &mut Broker, request: &str) -> String {
             },
             Some(("unpin", which)) => serde_json::to_value(unpin(broker, which)),
             _ => Ok(serde_json::json!({
-                "error": format!("there is no request {other:?}: ask for status, sessions, map, check, limits or unpin")
+                "error": format!("there is no request {other:?}: ask for status, sessions, map, check, limits, unpin, save or load")
             })),
         },
     };

@@ -10,7 +10,7 @@ use serde::Deserialize;
 use thiserror::Error;
 
 use super::check::{self, Outlook};
-use crate::broker::{Eviction, Policy, TenantPolicy};
+use crate::broker::{Eviction, Policy, StorePolicy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
 use crate::heap::{Backend, DmaHeap};
 use crate::id::Tenant;
@@ -18,6 +18,7 @@ use crate::model::{KvType, ModelShape};
 use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, Extents, PackingError};
 use crate::profile::Profile;
 use crate::size::Size;
+use crate::store::Location;
 
 /// Why there is no configuration.
 #[derive(Debug, Error)]
@@ -156,6 +157,21 @@ struct CacheTable {
     eviction: Eviction,
 }
 
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct PrefixTable {
+    store: StoreTable,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct StoreTable {
+    directory: Option<PathBuf>,
+    tenants: Option<Vec<u32>>,
+    labels: Vec<String>,
+    limit: Option<Size>,
+}
+
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ProfileTable {
@@ -195,6 +211,7 @@ struct File {
     socket: SocketTable,
     limits: LimitsTable,
     cache: CacheTable,
+    prefix: PrefixTable,
     tenant: Vec<TenantTable>,
     profile: Vec<ProfileTable>,
     scrub: Scrub,
@@ -302,6 +319,8 @@ pub struct Config {
     pub socket_group: Option<String>,
     /// The socket for operators.
     pub admin_socket: PathBuf,
+    /// Where pinned prefixes are stored, if anywhere.
+    pub store: Option<StorePolicy>,
     /// Limits. Those of tenants are still to be turned into extents: see [`Config::policy`].
     limits: Policy,
     tenant_limit: Option<Size>,
@@ -475,6 +494,7 @@ impl Config {
             scrub_always: file.scrub == Scrub::Always,
             ..Policy::default()
         };
+        let store = store(file.prefix.store, pool_bytes, &origins)?;
         Ok(Config {
             pool_bytes,
             minimum_bytes,
@@ -490,6 +510,7 @@ impl Config {
             socket_mode: mode,
             socket_group: file.socket.group,
             admin_socket: over.admin_socket.clone().unwrap_or(file.socket.admin_path),
+            store,
             limits,
             tenant_limit: file.limits.tenant,
             pinned: file.limits.pinned.map_or(pool_bytes / 4, Size::bytes),
@@ -520,6 +541,21 @@ impl Config {
             ..self.limits.clone()
         }
     }
+}
+
+fn store(t: StoreTable, pool: u64, origins: &Origins) -> Result<Option<StorePolicy>, ConfigError> {
+    let Some(path) = t.directory else {
+        let given = t.tenants.is_some() || !t.labels.is_empty() || t.limit.is_some();
+        let why = "say which with directory = \"/var/lib/kvbroker/prefixes\"".into();
+        return if given { Err(origins.wrong("prefix.store", "no directory", why)) } else { Ok(None) };
+    };
+    if !path.is_absolute() {
+        let why = "write the directory from the root on".into();
+        return Err(origins.wrong("prefix.store", path.display(), why));
+    }
+    let limit = t.limit.map_or(pool / 4, Size::bytes);
+    let tenants = t.tenants.map(|all| all.into_iter().map(Tenant).collect());
+    Ok(Some(StorePolicy { location: Location { path, limit }, tenants, labels: t.labels }))
 }
 
 fn profile(t: &ProfileTable, origins: &Origins) -> Result<Profile, ConfigError> {
@@ -666,6 +702,9 @@ mod tests {
             "reserve",
             "priority",
             "eviction",
+            "directory",
+            "tenants",
+            "labels",
             "model",
             "name",
             "layers",

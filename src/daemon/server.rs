@@ -140,6 +140,8 @@ impl Server {
     pub fn serve(mut self) -> io::Result<()> {
         let mut events = [EpollEvent::empty(); 64];
         let mut last_watchdog = Instant::now();
+        // What the start has left to be done.
+        self.carry();
         loop {
             let count = match self.epoll.wait(&mut events, self.timeout(last_watchdog)) {
                 Ok(count) => count,
@@ -416,13 +418,15 @@ impl Server {
 
     fn operator(&mut self, id: u64) {
         let Some(operator) = self.operators.get_mut(&id) else { return };
-        let flags = match operator.go_on(&mut self.broker) {
+        let wait = operator.go_on(&mut self.broker);
+        let flags = match wait {
             Wait::Read => EpollFlags::EPOLLIN,
             Wait::Write => EpollFlags::EPOLLOUT,
-            Wait::End => EpollFlags::empty(),
+            // A hang-up is told all the same.
+            Wait::Broker | Wait::End => EpollFlags::empty(),
         };
         let mut event = EpollEvent::new(flags, Token::Operator(id).pack());
-        if flags.is_empty() || self.epoll.modify(as_fd(operator), &mut event).is_err() {
+        if wait == Wait::End || self.epoll.modify(as_fd(operator), &mut event).is_err() {
             let _ = self.epoll.delete(as_fd(operator));
             self.operators.remove(&id);
         }
@@ -433,6 +437,9 @@ impl Server {
         for id in std::mem::take(&mut self.crowded) {
             self.flush(id);
         }
+        let waits = |(id, o): (&u64, &Operator)| o.waits_for_broker().then_some(*id);
+        let waiting: Vec<u64> = self.operators.iter().filter_map(waits).collect();
+        waiting.into_iter().for_each(|id| self.operator(id));
         self.carry();
         if self.paused_until.is_some_and(|t| t <= Instant::now()) {
             self.paused_until = None;

@@ -8,5 +8,6 @@ mod lifetime;
 mod profiles;
 mod roles;
 mod start;
+mod store;
 mod support;
 mod tenants;

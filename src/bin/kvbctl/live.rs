@@ -25,13 +25,18 @@ pub struct Ask {
     socket: PathBuf,
     /// Answer in JSON; sizes are bytes
     #[arg(long)]
-    json: bool,
+    pub json: bool,
 }
 
 const PATIENCE: Duration = Duration::from_secs(5);
 
 impl Ask {
     fn answer(&self, question: &str) -> Result<Value, Failure> {
+        self.answer_within(question, PATIENCE)
+    }
+
+    /// Waits for the answer for so long.
+    pub fn answer_within(&self, question: &str, patience: Duration) -> Result<Value, Failure> {
         let unreachable = |e: io::Error| {
             let advice = match e.kind() {
                 io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => "is kvbrokerd running?",
@@ -43,7 +48,7 @@ impl Ask {
             Failure::Unreachable(format!("{}: {e}; {advice}", self.socket.display()))
         };
         let mut stream = UnixStream::connect(&self.socket).map_err(unreachable)?;
-        stream.set_read_timeout(Some(PATIENCE)).and_then(|()| stream.set_write_timeout(Some(PATIENCE)))?;
+        stream.set_read_timeout(Some(patience)).and_then(|()| stream.set_write_timeout(Some(PATIENCE)))?;
         writeln!(stream, "{question}").map_err(unreachable)?;
         let mut text = String::new();
         stream.read_to_string(&mut text).map_err(unreachable)?;
@@ -235,7 +240,7 @@ pub enum Colour {
     Never,
 }
 
-fn mib(bytes: u64) -> String {
+pub fn mib(bytes: u64) -> String {
     Size::from_bytes(bytes).to_string()
 }
 
