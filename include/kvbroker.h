@@ -434,6 +434,101 @@ typedef struct kvb_view {
 KVB_API KVB_MUST_CHECK int kvb_session_view(kvb_session *session, uint32_t layer, uint32_t kv, uint64_t capacity,
                                             void *address, kvb_view *out);
 
+/* ------------------------------------------------------------------------------------- windows for devices --- */
+
+/* One contiguous range for a device, an NPU, over the scattered blocks of a session. docs/npu.md says which way works with
+ * which driver. A window must be closed before its session, and only when the device is done with it. */
+typedef struct kvb_window kvb_window;
+
+/* The ways to make one. */
+enum {
+    KVB_WINDOW_AUTO = 0,    /* the first that the device of the broker's configuration can use */
+    KVB_WINDOW_RUN = 1,     /* the blocks lie side by side in a dma-buf: (fd, offset) */
+    KVB_WINDOW_UDMABUF = 2, /* a dma-buf over scattered memfd blocks: (fd, 0) */
+    KVB_WINDOW_IOMMU = 3,   /* consecutive device addresses: address */
+    KVB_WINDOW_BOUNCE = 4   /* a contiguous staging buffer, filled and drained in batches: (fd, offset of the batch) */
+};
+
+enum { KVB_WHOLE_BLOCKS = 0, KVB_ONE_PLANE = 1 };
+
+/* kvb_window_options.flags: the device may not write. What a window over a shared prefix needs; iommu only. */
+#define KVB_WINDOW_READ_ONLY 1u
+
+typedef struct kvb_window_options {
+    size_t size;
+    uint64_t first;    /* tokens first to end; the window shows the whole blocks that they lie in */
+    uint64_t end;
+    uint64_t capacity; /* tokens that it may come to hold, if known: iommu reserves addresses for them. 0: four times */
+    uint32_t how;      /* KVB_WINDOW_ */
+    uint32_t what;     /* KVB_WHOLE_BLOCKS in table order, or KVB_ONE_PLANE in token order */
+    uint32_t layer;    /* of the plane: its number in the model. For whole blocks: those of this layer's group */
+    uint32_t kv;       /* of the plane: KVB_K, KVB_V */
+    uint32_t flags;
+    uint32_t reserved;
+} kvb_window_options;
+
+/* Errors: INVALID (no such tokens or layer; a plane that is not whole pages: the text says which tokens per block would do),
+ * BAD_REQUEST (no way is possible: the text has all reasons), BUSY (no device addresses or no staging buffer just now),
+ * OVER_LIMIT (windows of the session), BROKER_FAULT. */
+KVB_API KVB_MUST_CHECK int kvb_session_window(kvb_session *session, const kvb_window_options *options, kvb_window **out);
+
+typedef struct kvb_window_info {
+    size_t size;
+    uint64_t bytes;       /* of the window */
+    uint64_t offset;      /* run: where it starts in the dma-buf */
+    uint64_t address;     /* iommu: the first device address */
+    uint64_t first;       /* tokens that it shows: whole blocks, so it may be more than the session holds */
+    uint64_t end;
+    uint64_t batch_bytes; /* bounce: the most bytes of one batch */
+    uint64_t requests;    /* times that the broker was asked for it, growth included */
+    uint32_t how;         /* which way it was */
+    int32_t fd;           /* the dma-buf for the driver to import, -1 for iommu. It stays the window's; dup it to keep it */
+} kvb_window_info;
+
+/* Where it is. After kvb_window_extend, ask again. */
+KVB_API int kvb_window_get_info(const kvb_window *window, kvb_window_info *out);
+
+/* The ways that come before the one that was taken, one a line with the reason. As kvb_last_error. */
+KVB_API int64_t kvb_window_declined(const kvb_window *window, char *text, size_t size);
+
+/* Has it show all tokens up to `end`. While it does, nobody is asked; else it grows to twice its length if there is room. A
+ * udmabuf is another one then: import it anew. iommu grows in place while its addresses last. */
+KVB_API int kvb_window_extend(kvb_window *window, kvb_session *session, uint64_t end);
+
+/* 1 while the session has the blocks that the window shows; 0 when one was trimmed or copied: stop the device, then extend
+ * it or close it. */
+KVB_API int kvb_window_is_current(const kvb_window *window, const kvb_session *session);
+
+/* iommu: the device, bound to this tenant's address space, as VFIO gives it; it is the caller's to drive and to close. It
+ * comes once, with the first iommu window of a process. UNSUPPORTED if it has not. */
+KVB_API int kvb_window_take_device(kvb_window *window);
+
+/* bounce: one half of the staging buffer. */
+typedef struct kvb_batch {
+    size_t size;
+    uint64_t at;     /* where it starts in the window */
+    uint64_t offset; /* where it starts in the staging buffer: what the device is told */
+    uint64_t bytes;
+    uint32_t half;
+    uint32_t reserved;
+} kvb_batch;
+
+/* Copies the window's bytes from `at` on into a half of the staging buffer and hands it to the device. Waits for its turn
+ * while other windows of the process have both. IN_USE: this window has a half and the other is not free: release it. */
+KVB_API KVB_MUST_CHECK int kvb_window_load(kvb_window *window, const kvb_session *session, uint64_t at, kvb_batch *out);
+
+/* A half for the device to write in; nothing is copied. Waits as kvb_window_load does. */
+KVB_API KVB_MUST_CHECK int kvb_window_batch(kvb_window *window, const kvb_session *session, uint64_t at, kvb_batch *out);
+
+/* Copies what the device has written into the session's blocks. */
+KVB_API int kvb_window_drain(kvb_window *window, kvb_session *session, const kvb_batch *batch);
+
+/* The device is done with this half. */
+KVB_API int kvb_window_release(kvb_window *window, const kvb_batch *batch);
+
+/* The device is done with the window: its blocks may be used again. Closes its descriptor. */
+KVB_API int kvb_window_close(kvb_window *window);
+
 /* ----------------------------------------------------------------------------------------------- attention --- */
 
 /* What a value of a K or V row is stored as. */

@@ -24,6 +24,9 @@ pub mod plan;
 pub mod pool;
 pub mod profile;
 pub mod seqpacket;
+#[cfg(feature = "daemon")]
+pub mod simulate;
 pub mod size;
 pub mod store;
+pub mod window;
 pub mod wire;

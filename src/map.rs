@@ -41,6 +41,11 @@ impl SharedMap {
         );
     }
 
+    /// Where it is mapped; not to be used for longer than the value lives.
+    pub fn as_ptr(&self) -> *mut u8 {
+        self.map.as_mut_ptr()
+    }
+
     /// Writes zeros over `range`.
     pub fn zero(&self, range: Range<usize>) {
         self.within(&range);

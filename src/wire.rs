@@ -354,6 +354,59 @@ wire! {
         available: U64,
     }
 
+    /// `window`: report, then one range for a device over blocks of the table.
+    struct Window {
+        /// The table.
+        report: Report,
+        /// The window of this session that this one replaces, or that grows; 0 for none.
+        window: U64,
+        /// First block, counted from the start of the sequence.
+        first: U32,
+        /// So many blocks.
+        blocks: U32,
+        /// 0: whole blocks. 1: one plane of each.
+        what: U32,
+        /// Index of the plane's layer in the profile.
+        layer: U32,
+        /// 0: K. 1: V.
+        kv: U32,
+        /// 0: auto, the first way that the device can use. 1 run, 2 udmabuf, 3 iommu, 4 bounce.
+        how: U32,
+        /// iommu: blocks that there should be device addresses for, so that the window grows in place; 0 for some.
+        capacity: U32,
+        /// [`WINDOW_READ_ONLY`].
+        flags: U32,
+    }
+
+    /// Reply to `window`, with the descriptors that `flags` names; then the ways that were not possible, one a line, to the
+    /// end of the message.
+    struct WindowMade {
+        /// The window.
+        window: U64,
+        /// Bytes that can be reached now. bounce: bytes of the staging buffer.
+        bytes: U64,
+        /// run: where it starts in the extent.
+        offset: U64,
+        /// iommu: where it starts in the device's address space.
+        address: U64,
+        /// iommu: bytes that it can grow to in place. Else as `bytes`.
+        capacity: U64,
+        /// Which way it was.
+        how: U32,
+        /// run: the extent in which it lies.
+        extent: U32,
+        /// [`WINDOW_BUFFER`], [`WINDOW_DEVICE`].
+        flags: U32,
+        /// 0.
+        reserved: U32,
+    }
+
+    /// `close window`: the device is done with it, and this process has closed its descriptor.
+    struct CloseWindow {
+        /// The window.
+        window: U64,
+    }
+
     /// Event `give back extent`: unmap it, close it, and confirm with `return extent`.
     struct GiveBack {
         /// The extent; no block of it is in use.
@@ -370,6 +423,12 @@ pub const SEALED: u32 = 2;
 /// Not a new block: one that left the table and is the client's credit again.
 pub const RETURNED: u32 = 4;
 
+/// The device may not write what is under the window.
+pub const WINDOW_READ_ONLY: u32 = 1;
+/// A dma-buf comes with the reply: the window (udmabuf), or the staging buffer (bounce).
+pub const WINDOW_BUFFER: u32 = 1;
+/// The device comes with the reply, after the dma-buf if there is one: a process gets it once.
+pub const WINDOW_DEVICE: u32 = 2;
 /// In [`Admit`]: cached prefixes of the tenant may go for it.
 pub const MAY_EVICT: u32 = 1;
 
@@ -427,6 +486,10 @@ codes! {
         Close = 14, "close";
         /// Asks for a promise that the session can grow to a length.
         Admit = 15, "admit";
+        /// Makes or grows a range for a device.
+        Window = 17, "window";
+        /// Ends it.
+        CloseWindow = 18, "close window";
         /// Names blocks that the table does not have, and says which are published.
         Skip = 20, "skip";
     }

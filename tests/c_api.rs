@@ -238,6 +238,9 @@ fn structures_are_laid_out_alike_in_c_and_in_rust() {
         }
         kvb_map { size, base, table, blocks, first_token, tokens, shift, reserved }
         kvb_view { size, address, bytes, row, capacity }
+        kvb_window_options { size, first, end, capacity, how, what, layer, kv, flags, reserved }
+        kvb_window_info { size, bytes, offset, address, first, end, batch_bytes, requests, how, fd }
+        kvb_batch { size, at, offset, bytes, half, reserved }
         kvb_attention_call {
             size, q, out, queries, kv_tokens, window, layer, element, query_heads, kv_heads, head_dim,
             first_kv_head, kv_head_count, scale

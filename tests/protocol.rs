@@ -89,6 +89,9 @@ fn every_structure_is_in_the_document_byte_by_byte() {
         GiveBack { extent, deadline_ms }
         ReturnExtent { extent, reserved }
         ReclaimSession { session, deadline_ms, reserved }
+        Window { report, window, first, blocks, what, layer, kv, how, capacity, flags }
+        WindowMade { window, bytes, offset, address, capacity, how, extent, flags, reserved }
+        CloseWindow { window }
     };
     let text = document();
     let headings: Vec<_> = text.lines().filter(|l| l.starts_with("#### ")).collect();

@@ -1,17 +1,19 @@
-//! ggml's backend interface, version 3, as far as a device needs it that owns memory and computes nothing.
+//! ggml's backend interface, versions 2 and 3, as far as a device needs it that owns memory and computes nothing.
 //!
-//! Owns no state. Invariant: every structure has the layout that ggml 0.26 and 0.27 give it. It is internal to ggml
+//! Owns no state. Invariant: every structure has the layout that ggml 0.26 and 0.27 give it, and 0.25 but for
+//! [`BufferTypeFns2`]. It is internal to ggml
 //! (`ggml-backend-impl.h`, which no package installs) and has changed before without a new API version: so the host's
 //! version is looked up in [`KNOWN`], and [`crate::host`] reads structures made here through the host's own functions
 //! before the first one is trusted to it.
 
 use std::ffi::{c_char, c_int, c_void};
 
-/// `GGML_BACKEND_API_VERSION`.
+/// `GGML_BACKEND_API_VERSION` from 0.26 on.
 pub const API_VERSION: c_int = 3;
-/// Versions of ggml (major and minor) that have this layout: 0.27 is run by `scripts/llama`; 0.26's header was compared,
-/// and a prototype with this layout run.
-pub const KNOWN: &[(u32, u32)] = &[(0, 26), (0, 27)];
+/// `GGML_BACKEND_API_VERSION` of 0.25, which has buffer types of [`BufferTypeFns2`].
+pub const API_VERSION_2: c_int = 2;
+/// Versions of ggml (major and minor) that have this layout. `scripts/llama` runs all of them.
+pub const KNOWN: &[(u32, u32)] = &[(0, 25), (0, 26), (0, 27)];
 /// `GGML_BACKEND_DEVICE_TYPE_GPU`: the only type to which llama.cpp gives KV caches without being asked.
 pub const DEVICE_TYPE_GPU: c_int = 1;
 /// `GGML_STATUS_SUCCESS`.
@@ -58,10 +60,22 @@ pub struct BufferTypeFns {
     pub is_host: unsafe extern "C" fn(*mut BufferType) -> bool,
 }
 
-/// `ggml_backend_buffer_type`.
+/// `ggml_backend_buffer_type_i` of API version 2: only a size is told, never the tensors.
 #[repr(C)]
-pub struct BufferType {
-    pub fns: BufferTypeFns,
+pub struct BufferTypeFns2 {
+    pub get_name: unsafe extern "C" fn(*mut BufferType) -> *const c_char,
+    pub alloc_buffer: unsafe extern "C" fn(*mut BufferType, usize) -> *mut Buffer,
+    pub get_alignment: unsafe extern "C" fn(*mut BufferType) -> usize,
+    pub get_max_size: Absent,
+    pub get_alloc_size: Absent,
+    pub is_host: unsafe extern "C" fn(*mut BufferType) -> bool,
+}
+
+/// `ggml_backend_buffer_type`, whose functions depend on the API version. Read by the host alone; here only its address
+/// is used.
+#[repr(C)]
+pub struct BufferType<Fns = BufferTypeFns> {
+    pub fns: Fns,
     pub device: *mut Device,
     pub context: *mut c_void,
 }

@@ -11,8 +11,8 @@ use kvbroker::client::{Client, Error};
 use kvbroker::profile::Profile;
 
 use crate::abi::{
-    API_VERSION, Backend, BackendFns, BufferType, BufferTypeFns, Caps, DEVICE_TYPE_GPU, Device, DeviceFns,
-    Props, Reg, RegFns, STATUS_FAILED, Tensor,
+    API_VERSION, API_VERSION_2, Backend, BackendFns, BufferType, BufferTypeFns, BufferTypeFns2, Caps,
+    DEVICE_TYPE_GPU, Device, DeviceFns, Props, Reg, RegFns, STATUS_FAILED, Tensor,
 };
 use crate::host::Host;
 use crate::{buffer, extension, warn};
@@ -56,10 +56,9 @@ impl Plugin {
     pub fn start(host: Host, main: Client) -> Result<*mut Reg, String> {
         let embedded = main.event_fd().is_none();
         let leak = |b: Box<Reg>| Box::into_raw(b);
-        let reg = leak(Box::new(reg(1)));
+        let reg = leak(Box::new(reg(host.api_version, 1)));
         let device = Box::into_raw(Box::new(Device { fns: DEVICE, reg, context: std::ptr::null_mut() }));
-        let kind =
-            Box::into_raw(Box::new(BufferType { fns: BUFFER_TYPE, device, context: std::ptr::null_mut() }));
+        let kind = buffer_type(host.api_version, device);
         let plugin = Plugin { host, main: Mutex::new(main), embedded, device, kind };
         if PLUGIN.set(plugin).is_err() {
             return Err("it is loaded already".into());
@@ -108,11 +107,16 @@ fn free_bytes(client: &Client) -> Result<u64, Error> {
     Ok(client.profile(&profile)?.room()?.free * u64::from(page))
 }
 
+/// The API version of the host, as far as it is known.
+pub fn api_version() -> c_int {
+    PLUGIN.get().map_or(API_VERSION, |p| p.host.api_version)
+}
+
 /// A registry entry with so many devices.
-pub fn reg(devices: usize) -> Reg {
+pub fn reg(api_version: c_int, devices: usize) -> Reg {
     let context = std::ptr::without_provenance_mut(devices);
     Reg {
-        api_version: API_VERSION,
+        api_version,
         fns: RegFns {
             get_name: reg_name,
             get_device_count: reg_count,
@@ -210,16 +214,32 @@ unsafe extern "C" fn supports_buft(_: *mut Device, kind: *mut BufferType) -> boo
     kind == plugin().kind
 }
 
-const BUFFER_TYPE: BufferTypeFns = BufferTypeFns {
-    get_name: kind_name,
-    alloc_buffer: buffer::alloc,
-    alloc_buffer_n: buffer::alloc_n,
-    get_alignment: kind_alignment,
-    get_max_size: None,
-    get_alloc_size: None,
-    get_alloc_size_n: None,
-    is_host: kind_is_host,
-};
+/// A buffer type as the host's API version has it. Never freed.
+fn buffer_type(api_version: c_int, device: *mut Device) -> *mut BufferType {
+    let context = std::ptr::null_mut();
+    if api_version == API_VERSION_2 {
+        let fns = BufferTypeFns2 {
+            get_name: kind_name,
+            alloc_buffer: buffer::alloc,
+            get_alignment: kind_alignment,
+            get_max_size: None,
+            get_alloc_size: None,
+            is_host: kind_is_host,
+        };
+        return Box::into_raw(Box::new(BufferType { fns, device, context })).cast();
+    }
+    let fns = BufferTypeFns {
+        get_name: kind_name,
+        alloc_buffer: buffer::alloc,
+        alloc_buffer_n: buffer::alloc_n,
+        get_alignment: kind_alignment,
+        get_max_size: None,
+        get_alloc_size: None,
+        get_alloc_size_n: None,
+        is_host: kind_is_host,
+    };
+    Box::into_raw(Box::new(BufferType { fns, device, context }))
+}
 
 unsafe extern "C" fn kind_name(_: *mut BufferType) -> *const c_char {
     C_NAME.as_ptr()

@@ -6,13 +6,19 @@
 
 use std::ffi::{CStr, CString, c_char, c_int, c_void};
 
-use crate::abi::{Buffer, BufferFns, BufferType, Device, InitParams, KNOWN, Reg, Tensor};
+use crate::abi::{
+    API_VERSION, API_VERSION_2, Buffer, BufferFns, BufferType, Device, InitParams, KNOWN, Reg, Tensor,
+};
 
 macro_rules! host {
     ($($name:ident: fn($($arg:ty),*) $(-> $ret:ty)?;)*) => {
         /// Functions of the host's ggml.
         #[derive(Clone, Copy)]
-        pub struct Host { $(pub $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)* }
+        pub struct Host {
+            /// Of the host's ggml, as its version says.
+            pub api_version: c_int,
+            $(pub $name: unsafe extern "C" fn($($arg),*) $(-> $ret)?,)*
+        }
 
         impl Host {
             fn find(library: &Library) -> Result<Self, String> {
@@ -29,7 +35,7 @@ macro_rules! host {
                         std::mem::transmute::<*mut c_void, unsafe extern "C" fn($($arg),*) $(-> $ret)?>(address)
                     };
                 )*
-                Ok(Host { $($name,)* })
+                Ok(Host { api_version: API_VERSION, $($name,)* })
             }
         }
     };
@@ -117,10 +123,14 @@ impl Host {
     pub fn load() -> Result<Self, String> {
         let marker = c"ggml_backend_buffer_init";
         let library = libraries().into_iter().find(|l| l.symbol(marker).is_some());
-        let host = Host::find(&library.ok_or("there is no ggml in this process")?)?;
+        let mut host = Host::find(&library.ok_or("there is no ggml in this process")?)?;
         // SAFETY: a function without arguments that returns a constant string.
         let version = unsafe { text((host.ggml_version)()) };
-        let known = parse(&version).is_some_and(|v| KNOWN.contains(&v));
+        let parsed = parse(&version);
+        let known = parsed.is_some_and(|v| KNOWN.contains(&v));
+        if parsed.is_some_and(|v| v < (0, 26)) {
+            host.api_version = API_VERSION_2;
+        }
         let tried = std::env::var_os("KVBROKER_GGML").is_some_and(|v| v == *version.as_str());
         if !known && !tried {
             let list: Vec<String> = KNOWN.iter().map(|(a, b)| format!("{a}.{b}")).collect();

@@ -16,9 +16,10 @@ mod device;
 mod extension;
 mod host;
 
+use std::ffi::c_int;
 use std::sync::atomic::{AtomicBool, Ordering};
 
-use abi::Reg;
+use abi::{API_VERSION, Reg};
 use device::Plugin;
 use kvbroker::client::Client;
 
@@ -40,13 +41,13 @@ fn info(text: &str) {
 }
 
 /// No device here; or, with `KVBROKER_REQUIRE=1`, no program either.
-fn decline(why: &str) -> *mut Reg {
+fn decline(api_version: c_int, why: &str) -> *mut Reg {
     if std::env::var_os("KVBROKER_REQUIRE").is_some_and(|v| v == "1") {
         warn(&format!("{why}; KVBROKER_REQUIRE=1 asks not to run without it"));
         std::process::exit(1);
     }
     warn(&format!("{why}; the KV cache stays in the program's own memory"));
-    Box::into_raw(Box::new(device::reg(0)))
+    Box::into_raw(Box::new(device::reg(api_version, 0)))
 }
 
 /// The entry that ggml looks up.
@@ -58,18 +59,19 @@ pub unsafe extern "C" fn ggml_backend_init() -> *mut Reg {
     static LOADED: AtomicBool = AtomicBool::new(false);
     if LOADED.swap(true, Ordering::SeqCst) {
         warn("this plugin is loaded already, once is enough");
-        return Box::into_raw(Box::new(device::reg(0)));
+        return Box::into_raw(Box::new(device::reg(device::api_version(), 0)));
     }
     let host = match host::Host::load() {
         Ok(host) => host,
-        Err(why) => return decline(&why),
+        Err(why) => return decline(API_VERSION, &why),
     };
+    let api_version = host.api_version;
     let client = match Client::connect() {
         Ok(client) => client,
-        Err(e) => return decline(&e.to_string()),
+        Err(e) => return decline(api_version, &e.to_string()),
     };
     match Plugin::start(host, client) {
         Ok(reg) => reg,
-        Err(why) => decline(&why),
+        Err(why) => decline(api_version, &why),
     }
 }

@@ -1,8 +1,8 @@
 # shellcheck shell=bash disable=SC2034,SC2154 # the parts share variables
 # What goes where in the packages, and their control files.
 #
-# Invariant: a package's bytes depend on the commit and the version only: every time is SOURCE_DATE_EPOCH, every owner is
-# root, every mode is set here.
+# Invariant: nothing of the host is in a package beside the programs: every time is SOURCE_DATE_EPOCH, every owner is root,
+# every mode is set here.
 
 maintainer='kvbroker developers <kvbroker@localhost>'
 homepage_section=misc
@@ -89,6 +89,7 @@ daemon_package() {
     put 755 "$programs_out/kvbrokerd" usr/bin/kvbrokerd
     put 755 "$programs_out/kvbctl" usr/bin/kvbctl
     put 755 "$checkout/scripts/install-overlay" usr/sbin/kvbroker-install-overlay
+    put 755 "$checkout/scripts/npu-bind" usr/sbin/kvbroker-npu-bind
     for file in "$checkout"/systemd/*.service "$checkout"/systemd/*.socket; do
         put 644 "$file" "usr/lib/systemd/system/${file##*/}"
     done
@@ -106,7 +107,7 @@ daemon_package() {
         put 644 "$work/manual/completions/zsh/_$name" "usr/share/zsh/vendor-completions/_$name"
         put 644 "$work/manual/completions/fish/$name.fish" "usr/share/fish/vendor_completions.d/$name.fish"
     done
-    for file in README.md docs/operations.md docs/store.md docs/engines.md docs/protocol.md; do
+    for file in README.md docs/operations.md docs/store.md docs/engines.md docs/npu.md docs/protocol.md; do
         packed "$checkout/$file" "usr/share/doc/kvbroker/${file##*/}"
     done
     crates_of -p kvbroker >"$work/doc/crates"
@@ -150,9 +151,10 @@ END
         -e "s|@version@|${version%%-*}|" "$checkout/kvbroker.pc.in" >"$tree/$lib/pkgconfig/kvbroker.pc"
     chmod 644 "$tree/$lib/pkgconfig/kvbroker.pc"
     put 644 "$checkout/examples/c/chat.c" "usr/share/doc/$package/examples/chat.c"
+    put 644 "$checkout/examples/npu-import.c" "usr/share/doc/$package/examples/npu-import.c"
     finish libdevel "Multi-Arch: same\nDepends: libkvbroker$soname (= $version)" \
         'client library of the KV-cache broker kvbroker, for developers' <<'END'
-The header, the static library, what pkg-config needs, and an example in C.
+The header, the static library, what pkg-config needs, and examples in C.
 END
 }
 

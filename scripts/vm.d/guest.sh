@@ -12,10 +12,11 @@ machine_aarch64=(qemu-system-aarch64 -M virt,gic-version=3,iommu=smmuv3 -cpu cor
 # More directories for the machine's QEMU, as words for in_root.
 extra_binds=()
 machine_common=(-accel tcg -smp 2 -m 1G -nodefaults -display none -serial stdio -no-reboot)
-# A panic reboots, and a reboot ends QEMU.
+# A panic reboots, and a reboot ends QEMU. With `allocators=1` the camera must have contiguous memory: the stand-in for an
+# NPU that cannot scatter.
 # On a busy host the emulated timer fails the kernel's test of it (seen), which is then a panic.
-cmdline_x86_64='console=ttyS0 panic=-1 no_timer_check cma=256M systemd.log_color=no systemd.show_status=no'
-cmdline_aarch64='console=ttyAMA0 panic=-1'
+cmdline_x86_64='console=ttyS0 panic=-1 no_timer_check cma=256M vivid.allocators=1 systemd.log_color=no systemd.show_status=no'
+cmdline_aarch64='console=ttyAMA0 panic=-1 vivid.allocators=1'
 
 # compile_overlays: $work/NAME.dtbo from each dts/NAME.dtso.
 # shellcheck disable=SC2016

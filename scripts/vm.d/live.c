@@ -25,6 +25,7 @@ int main(int argc, char **argv)
     kvb_geometry geometry = KVB_INIT(kvb_geometry);
     kvb_open_options open = KVB_INIT(kvb_open_options);
     unsigned char row[ROW], seen[ROW];
+    char text[256];
     int code;
 
     if (argc != 2)
@@ -65,6 +66,7 @@ int main(int argc, char **argv)
     puts("rows kept");
     /* Far beyond what credit covers: the broker that granted the rest has gone. */
     code = kvb_session_ensure(session, 100 * TOKENS);
-    printf("growth: %s\n", kvb_error_name(code));
+    kvb_last_error(text, sizeof text);
+    printf("growth: %s: %s\n", kvb_error_name(code), text);
     return 0;
 }

@@ -5,12 +5,20 @@
 
 #[path = "kvbctl/doctor.rs"]
 mod doctor;
+#[path = "kvbctl/events.rs"]
+mod events;
 #[path = "kvbctl/live.rs"]
 mod live;
+#[path = "kvbctl/observe.rs"]
+mod observe;
 #[path = "kvbctl/plan.rs"]
 mod plan;
+#[path = "kvbctl/simulate.rs"]
+mod simulate;
 #[path = "kvbctl/store.rs"]
 mod store;
+#[path = "kvbctl/top.rs"]
+mod top;
 
 use clap::{Parser, Subcommand};
 use std::io::{self, Write};
@@ -64,6 +72,30 @@ enum Command {
     /// Bring stored prefixes back that are not in the pool
     #[command(after_help = EXIT_CODES)]
     Load(live::Ask),
+    /// What each tenant has, by account, and what it is guaranteed and may have
+    #[command(after_help = EXIT_CODES)]
+    Tenants(live::Ask),
+    /// Every chain of published blocks: whose it is, how long, how much of it is pinned or could be evicted
+    #[command(after_help = EXIT_CODES)]
+    Prefixes(live::Ask),
+    /// Evict cached prefixes that no session holds
+    #[command(after_help = EXIT_CODES)]
+    Evict(observe::Evict),
+    /// Let nothing new begin: sessions that exist go on with what they have, and what was promised to them
+    #[command(after_help = EXIT_CODES)]
+    Drain(observe::Drain),
+    /// The whole state, then each change of it as it happens, until interrupted
+    #[command(after_help = EXIT_CODES)]
+    Events(live::Ask),
+    /// Who uses the pool, live on a terminal once a second (q quits); once where there is none
+    #[command(after_help = EXIT_CODES)]
+    Top(live::Ask),
+    /// The broker's figures for Prometheus: names, types and units in its text format
+    #[command(after_help = EXIT_CODES)]
+    Metrics(observe::Metrics),
+    /// Replay a trace of requests against a pool and a policy, without a broker
+    #[command(after_help = EXIT_CODES)]
+    Simulate(Box<simulate::Args>),
     /// Have the broker count every byte anew
     #[command(after_help = EXIT_CODES)]
     Check(live::Ask),
@@ -110,6 +142,14 @@ fn main() -> ExitCode {
         Command::Unpin(args) => args.run(&mut out),
         Command::Save(ask) => store::run(&ask, "save", &mut out),
         Command::Load(ask) => store::run(&ask, "load", &mut out),
+        Command::Tenants(ask) => observe::tenants(&ask, &mut out),
+        Command::Prefixes(ask) => observe::prefixes(&ask, &mut out),
+        Command::Evict(args) => args.run(&mut out),
+        Command::Drain(args) => args.run(&mut out),
+        Command::Events(ask) => events::run(&ask, &mut out),
+        Command::Top(ask) => top::run(&ask, &mut out),
+        Command::Metrics(args) => args.run(&mut out),
+        Command::Simulate(args) => args.run(&mut out),
         Command::Check(ask) => ask.check(&mut out),
         Command::Doctor(args) => args.run(&mut out),
     };

@@ -228,7 +228,13 @@ impl Broker {
     }
 
     pub(super) fn tell(&mut self, to: ClientId, event: Writer) {
-        let output = super::Output { to, message: event.finish(), buffers: Vec::new(), last: false };
+        let output = super::Output {
+            to,
+            message: event.finish(),
+            buffers: Vec::new(),
+            descriptors: Vec::new(),
+            last: false,
+        };
         self.outbox.push_back(output);
     }
 
@@ -267,6 +273,7 @@ impl Broker {
             client.sessions.remove(&id);
             client.lost.insert(id, kept);
         }
+        self.check_windows(id);
         log::info!("{id} of uid {} did not make room in time and has ended", session.tenant.0);
         let mut event = Writer::start(wire::EVENT | Event::SessionLost as u16, 0, 0, id.0);
         event.put(&wire::Opened { session: id.0.into() });

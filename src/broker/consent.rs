@@ -93,7 +93,13 @@ impl Broker {
         for to in holders {
             let mut event = Writer::start(wire::EVENT | Event::GiveBack as u16, 0, 0, 0);
             event.put(&wire::GiveBack { extent: extent.0.into(), deadline_ms: deadline_ms.into() });
-            self.outbox.push_back(Output { to, message: event.finish(), buffers: Vec::new(), last: false });
+            self.outbox.push_back(Output {
+                to,
+                message: event.finish(),
+                buffers: Vec::new(),
+                descriptors: Vec::new(),
+                last: false,
+            });
         }
     }
 

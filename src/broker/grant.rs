@@ -31,6 +31,9 @@ pub(super) struct Want {
     pub priority: u8,
 }
 
+/// Extents, each with its owner.
+type Owners = Vec<(Tenant, ExtentId)>;
+
 /// What came of it.
 pub(super) enum Granted {
     Blocks(Vec<Taken>),
@@ -199,12 +202,12 @@ impl Broker {
 
     /// What an extent that nobody has a block in use of, cached ones apart, may be taken for: the tenant's own first,
     /// then those of others, lowest priority first, as long as they own more than their reserve.
-    fn takeable(&self, tenant: Tenant, cut: &Cut, all: Vec<(Tenant, ExtentId)>) -> Vec<(Tenant, ExtentId)> {
+    fn takeable(&self, tenant: Tenant, cut: &Cut, all: Owners) -> Owners {
         let own = |t: &Tenant| *t == tenant;
         let promised = |e: &ExtentId| {
             let owned = self.state.pool.extents()[e].owned();
-            let gives_nothing = |o: &crate::pool::Owned| o.suspect == 0 || o.cached > 0;
-            owned.is_some_and(|o| gives_nothing(o) && self.promised(o.tenant, o.format) > 0)
+            // Places that a promise may be kept from; blocks of a lost session are none.
+            owned.is_some_and(|o| o.free + o.cached > 0 && self.promised(o.tenant, o.format) > 0)
         };
         let mut all: Vec<_> = all.into_iter().filter(|(_, e)| !promised(e)).collect();
         // Stable: within a tenant the order stays.
@@ -224,7 +227,7 @@ impl Broker {
     }
 
     /// Extents without a block in use that could be taken, and then those with nothing but blocks that may be evicted.
-    fn candidates(&self, tenant: Tenant, cut: &Cut) -> (Vec<(Tenant, ExtentId)>, Vec<(Tenant, ExtentId)>) {
+    fn candidates(&self, tenant: Tenant, cut: &Cut) -> (Owners, Owners) {
         let pool = &self.state.pool;
         let owner = |e: ExtentId| pool.extents()[&e].owned().map(|o| (o.tenant, e));
         let idle: Vec<_> = pool.idle(tenant, cut.format).into_iter().filter_map(owner).collect();

@@ -10,6 +10,9 @@
 
 mod admission;
 mod consent;
+mod drain;
+pub mod events;
+mod evict;
 mod grant;
 #[cfg(test)]
 mod model_test;
@@ -20,15 +23,21 @@ mod report;
 mod session;
 mod store;
 pub mod tenant;
+mod usage;
 mod verbs;
+mod window;
+#[cfg(test)]
+mod window_test;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+pub use evict::{Evict, EvictReport};
 pub use prefix::{Eviction, PrefixStats};
 pub use quarantine::{LastGranted, QuarantineReport};
 pub use record::RecordError;
@@ -39,6 +48,8 @@ pub use report::{
 pub use session::Session;
 pub use store::{StoreOutcome, StorePolicy, StoreRefusal, StoreReport, StoredReport};
 pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
+pub use usage::{ChainReport, PrefixesReport, TenantUsage, TenantsReport};
+pub use window::{Declined, Made, Making};
 
 use crate::heap::{Buffer, Heap, HeapError, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
@@ -47,6 +58,7 @@ use crate::packing::Extents;
 use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
 use crate::store::{Finished, Order};
+use crate::window::How;
 use crate::wire::{self, Fault, Verb, WireError, Writer};
 
 /// The uid that the kernel shows for users without a mapping in this namespace: nobody in particular.
@@ -65,6 +77,12 @@ pub struct Policy {
     pub sessions_per_connection: u32,
     /// Geometries that one connection may register.
     pub profiles_per_connection: u32,
+    /// Windows of one session.
+    pub windows_per_session: u32,
+    /// Windows of one tenant, with those that are closed and still held: each may cost the broker a descriptor.
+    pub windows_per_tenant: u32,
+    /// Windows in all.
+    pub windows: u32,
     /// Bytes of blocks that one connection may hold, shared ones included; `None` for no bound but the tenant's.
     pub bytes_per_connection: Option<u64>,
     /// What a tenant gets of which nothing is said. Its reserve is 0.
@@ -81,6 +99,8 @@ pub struct Policy {
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
     pub one_block_per_extent: bool,
+    /// Check every invariant after every change. On in debug builds.
+    pub audit: bool,
 }
 
 impl Default for Policy {
@@ -90,6 +110,9 @@ impl Default for Policy {
             connections_per_tenant: 64,
             sessions_per_connection: 256,
             profiles_per_connection: 16,
+            windows_per_session: 256,
+            windows_per_tenant: 1024,
+            windows: 4096,
             bytes_per_connection: None,
             usual_tenant: TenantPolicy::default(),
             tenants: BTreeMap::new(),
@@ -98,6 +121,7 @@ impl Default for Policy {
             reclaim_ms: 2000,
             scrub_always: false,
             one_block_per_extent: false,
+            audit: cfg!(debug_assertions),
         }
     }
 }
@@ -132,6 +156,8 @@ pub struct Output {
     pub message: Vec<u8>,
     /// Buffers whose descriptors go along, in this order.
     pub buffers: Vec<Arc<Buffer>>,
+    /// Other descriptors, after those.
+    pub descriptors: Vec<Arc<OwnedFd>>,
     /// After this message the connection ends.
     pub last: bool,
 }
@@ -154,6 +180,13 @@ pub enum Job {
         old: Option<Arc<Buffer>>,
         /// Size of the new one.
         bytes: u64,
+    },
+    /// Something for a device's window.
+    Window {
+        /// What [`Done::Window`] repeats.
+        ticket: u64,
+        /// What is to be made.
+        making: Making,
     },
     /// Ask the kernel for a buffer that was missing.
     Allocate {
@@ -182,6 +215,13 @@ pub enum Done {
         /// What became of it.
         result: Renewal,
     },
+    /// It is made, or not.
+    Window {
+        /// Of which job.
+        ticket: u64,
+        /// What was made, or the words why not.
+        result: Result<Made, Declined>,
+    },
     /// The kernel has answered.
     Allocated(Result<Buffer, HeapError>),
     /// Stored prefixes were read or written, or not.
@@ -201,6 +241,7 @@ impl Job {
             Job::Renew { extent, old: None, bytes } => {
                 Done::Renewed { extent, result: Renewal::of(heap.allocate(bytes)) }
             }
+            Job::Window { ticket, making } => Done::Window { ticket, result: making.run() },
             Job::Allocate { bytes } => Done::Allocated(heap.allocate(bytes)),
             Job::Store(order) => Done::Stored(order.run()),
         }
@@ -252,6 +293,8 @@ enum Answer {
     Now(Reply),
     /// Nothing yet: the request is kept and tried again.
     Later,
+    /// Nothing yet: the worker makes a window; these ways were not possible.
+    Making { declined: Vec<(How, Declined)> },
 }
 
 /// The rest of a reply, after its header.
@@ -260,6 +303,8 @@ struct Reply {
     session: u64,
     body: Writer,
     extents: Vec<ExtentId>,
+    /// Descriptors beside those of extents.
+    descriptors: Vec<Arc<OwnedFd>>,
     /// Zeros to be written before the reply leaves.
     scrub: Vec<BlockId>,
     /// Blocks that become the client's credit with it.
@@ -325,6 +370,8 @@ struct State {
     tenancy: tenant::Tenancy,
     /// Blocks that have been promised to sessions and not been granted yet.
     promises: BTreeMap<(Tenant, FormatId), u64>,
+    next_window: u64,
+    windows: BTreeMap<u64, window::Hold>,
     /// Extents that the pool was to have.
     wanted_extents: u32,
     /// Whom the descriptor of each extent went to last.
@@ -337,6 +384,8 @@ struct State {
 enum Waiting {
     /// For extents: the request is tried again when one has been renewed.
     Extents(Vec<u8>),
+    /// For a window: the request goes on when the worker is done. With it the ways that were not possible so far.
+    Window { message: Vec<u8>, declined: Vec<(How, Declined)> },
     /// For zeros: then this goes out.
     Zeros {
         ticket: u64,
@@ -370,11 +419,14 @@ pub struct Broker {
     asked_back: BTreeMap<ExtentId, consent::Asked>,
     store: Option<store::Store>,
     absent: quarantine::Absent,
+    windows: window::Windows,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
     next_ticket: u64,
     recorder: VecDeque<(ClientId, Verb, u64)>,
     frozen: bool,
+    /// An operator's word, which a restart forgets.
+    draining: bool,
 }
 
 impl Broker {
@@ -419,6 +471,8 @@ impl Broker {
                 named: policy.tenants.clone(),
             },
             promises: BTreeMap::new(),
+            next_window: 1,
+            windows: BTreeMap::new(),
             wanted_extents: 0,
             last_granted: BTreeMap::new(),
             counters: Counters::default(),
@@ -439,10 +493,12 @@ impl Broker {
             asked_back: BTreeMap::new(),
             store: None,
             absent: quarantine::Absent::new(),
+            windows: window::Windows::default(),
             fresh_descriptors: BTreeSet::new(),
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
             frozen: false,
+            draining: false,
         }
     }
 
@@ -498,6 +554,7 @@ impl Broker {
     pub fn disconnect(&mut self, id: ClientId) {
         let Some(client) = self.state.clients.remove(&id) else { return };
         self.waiting.remove(&id);
+        self.orphan_windows(id);
         for session in client.sessions {
             self.end_session(session);
         }
@@ -553,6 +610,9 @@ impl Broker {
             Ok(Answer::Later) => {
                 self.waiting.insert(client, Waiting::Extents(message.to_vec()));
             }
+            Ok(Answer::Making { declined }) => {
+                self.waiting.insert(client, Waiting::Window { message: message.to_vec(), declined });
+            }
             Err(why) if verb == Verb::Hello => self.hang_up(client, opcode, sequence, &why),
             Err(why) => self.refuse(client, opcode, sequence, &why),
         }
@@ -565,7 +625,8 @@ impl Broker {
         message.put(reply.body.body());
         self.note_granted(client, &reply.extents);
         let buffers = reply.extents.iter().filter_map(|e| self.buffers.get(e).cloned()).collect();
-        let output = Output { to: client, message: message.finish(), buffers, last: false };
+        let (message, descriptors) = (message.finish(), reply.descriptors);
+        let output = Output { to: client, message, buffers, descriptors, last: false };
         if reply.scrub.is_empty() {
             return self.outbox.push_back(output);
         }
@@ -595,7 +656,13 @@ impl Broker {
         let mut message = Writer::start(opcode | wire::REPLY, why.fault as u16, sequence, 0);
         message.put(&wire::Refusal { needed: why.needed.into(), available: why.available.into() });
         message.put(why.text.as_bytes());
-        Output { to: client, message: message.finish(), buffers: Vec::new(), last: false }
+        Output {
+            to: client,
+            message: message.finish(),
+            buffers: Vec::new(),
+            descriptors: Vec::new(),
+            last: false,
+        }
     }
 
     fn refuse(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) {
@@ -632,6 +699,7 @@ impl Broker {
     pub fn done(&mut self, done: Done) {
         match done {
             Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
+            Done::Window { ticket, result } => self.window_made(ticket, result),
             Done::Renewed { extent, result } => self.renewed(extent, result),
             Done::Allocated(result) => self.allocated(result),
             Done::Stored(finished) => self.store_finished(finished),
@@ -670,7 +738,7 @@ impl Broker {
     fn retry(&mut self) {
         let waits = |(client, w): (&ClientId, &Waiting)| match w {
             Waiting::Extents(_) => Some(*client),
-            Waiting::Zeros { .. } => None,
+            Waiting::Zeros { .. } | Waiting::Window { .. } => None,
         };
         let clients: Vec<_> = self.waiting.iter().filter_map(waits).collect();
         for client in clients {
@@ -682,6 +750,7 @@ impl Broker {
 
     /// After every change: extents that were somebody's go to the worker; debug builds check every invariant.
     fn settle(&mut self) {
+        self.let_go_of_devices();
         if std::mem::take(&mut self.stirred) {
             self.retry();
         }
@@ -691,7 +760,7 @@ impl Broker {
             self.asked_back.remove(&extent);
             self.jobs.push_back(Job::Renew { extent, old, bytes });
         }
-        if cfg!(debug_assertions) {
+        if self.policy.audit {
             self.check();
         }
     }
@@ -732,6 +801,9 @@ impl Broker {
                     return Err(format!("{id} counts {block} as sealed"));
                 }
             }
+        }
+        for (place, windows) in self.window_refs()? {
+            *refs.entry(place).or_default() += windows;
         }
         for (&extent, e) in pool.extents() {
             for (slot, s) in e.owned().iter().flat_map(|o| o.slots.iter().enumerate()) {
@@ -799,6 +871,7 @@ impl Broker {
         for block in session.table.iter().rev() {
             self.let_go(*block, None);
         }
+        self.check_windows(id);
     }
 
     /// A block leaves a table. A published one that nobody holds any more is cached.
@@ -834,6 +907,11 @@ impl Broker {
         }
     }
 
+    /// What of prefixes is known.
+    pub fn prefix_stats(&self) -> PrefixStats {
+        self.state.prefixes.stats()
+    }
+
     /// Where every byte of the pool is.
     pub fn ledger(&self) -> BTreeMap<&'static str, u64> {
         Account::ALL.iter().map(|a| (a.name(), self.state.pool.ledger()[*a])).collect()
@@ -843,7 +921,13 @@ impl Broker {
     pub fn say_goodbye(&mut self) {
         for &to in self.state.clients.keys() {
             let message = Writer::start(wire::EVENT | wire::Event::Goodbye as u16, 0, 0, 0).finish();
-            self.outbox.push_back(Output { to, message, buffers: Vec::new(), last: true });
+            self.outbox.push_back(Output {
+                to,
+                message,
+                buffers: Vec::new(),
+                descriptors: Vec::new(),
+                last: true,
+            });
         }
     }
 

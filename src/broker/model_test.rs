@@ -22,6 +22,9 @@ use crate::map::page_bytes;
 use crate::profile::{Group, Layer, Layout, Profile};
 use crate::wire::{self, Event, Fault, Reader, Verb, Verdict, Writer};
 
+/// Extents, each with its owner.
+type Owners = Vec<(u32, ExtentId)>;
+
 const EXTENTS: u32 = 6;
 const PAGES: u64 = 4;
 /// The tenant with a limit, and its limit in extents; the one with a reserve.
@@ -379,7 +382,7 @@ impl Model {
 
     /// Extents that may be taken for somebody, and whose they are: those without a block in use, and those with nothing
     /// but blocks that may be evicted.
-    fn takeable(&self, uid: u32, format: usize) -> (Vec<(u32, ExtentId)>, Vec<(u32, ExtentId)>) {
+    fn takeable(&self, uid: u32, format: usize) -> (Owners, Owners) {
         let (mut idle, mut cold) = (Vec::new(), Vec::new());
         let mut left: BTreeMap<u32, u64> = BTreeMap::new();
         for whole in [true, false] {
@@ -397,7 +400,8 @@ impl Model {
                 if used.is_empty() != whole || !used.iter().all(|u| may_go(&u)) {
                     continue;
                 }
-                if (suspect == 0 || cached > 0) && self.promised(*owner, *f) > 0 {
+                let counts = used.len() < FORMATS[*f].1 as usize || cached > 0;
+                if counts && self.promised(*owner, *f) > 0 {
                     continue;
                 }
                 if *owner == uid {
@@ -1416,7 +1420,7 @@ impl Run {
         if must == Must::Wait {
             let waits = matches!(self.broker.waiting.get(&ClientId(client)), Some(Waiting::Extents(_)));
             let found = self.broker.waiting.get(&ClientId(client));
-            assert!(waits && replies.is_empty(), "it must wait for extents: {found:?}, {replies:?}");
+            assert!(waits && replies.is_empty(), "it must wait for extents: {found:?}");
             self.model.waiters.insert(client, w);
             return;
         }
@@ -1424,8 +1428,13 @@ impl Run {
         if let Some(Waiting::Zeros { output, ticket, .. }) = self.broker.waiting.get(&ClientId(client)) {
             assert!(replies.is_empty(), "nothing leaves before the zeros are written");
             let Must::Grant { format, blocks } = must else { panic!("zeros for {must:?}") };
-            let output =
-                Output { to: output.to, message: output.message.clone(), buffers: vec![], last: false };
+            let output = Output {
+                to: output.to,
+                message: output.message.clone(),
+                buffers: vec![],
+                descriptors: vec![],
+                last: false,
+            };
             let ticket = *ticket;
             let zeros = self.take_grant(client, &w, format, blocks, &output);
             let ordered = self.jobs.iter().find_map(|j| match j {
@@ -1562,6 +1571,7 @@ impl Run {
                 self.broker.waiting.iter().find(is_it).map(|(c, _)| c.0)
             }
             Done::Renewed { .. } | Done::Allocated(_) | Done::Stored(_) => None,
+            Done::Window { .. } => unreachable!("the model asks for no windows"),
         };
         // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
         let changed = self.expect(&done);
@@ -1594,7 +1604,7 @@ impl Run {
     fn expect(&mut self, done: &Done) -> bool {
         let m = &mut self.model;
         match done {
-            Done::Scrubbed { .. } => false,
+            Done::Scrubbed { .. } | Done::Window { .. } => false,
             Done::Allocated(Err(_)) | Done::Stored(_) => false,
             Done::Allocated(Ok(_)) => {
                 m.missing -= 1;

@@ -71,6 +71,7 @@ impl Broker {
         if let Some(id) = extents.iter().find_map(missing) {
             return Err(RecordError::NoBuffer(id));
         }
+        broker.windows = super::window::Windows::recalled(&state.windows);
         broker.state = state;
         broker.forget_requests();
         broker.forget_store_work();

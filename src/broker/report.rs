@@ -101,9 +101,9 @@ pub struct PinReport {
 }
 
 impl PinReport {
-    fn of(chain: &super::prefix::Digest, pin: &super::prefix::Pin) -> Self {
+    pub(super) fn of(chain: &super::prefix::Digest, pin: &super::prefix::Pin) -> Self {
         let super::prefix::Pin { tenant, pid, label, blocks, tokens, .. } = pin.clone();
-        let chain = chain[..8].iter().map(|b| format!("{b:02x}")).collect();
+        let chain = super::prefix::chains::digits(chain);
         PinReport { chain, uid: tenant.0, pid, label, blocks, tokens }
     }
 }
@@ -139,10 +139,19 @@ pub struct StatusReport {
     pub pins: Vec<PinReport>,
     /// The revision of the tenants' limits.
     pub limits_revision: u64,
+    /// Windows for devices.
+    pub windows: usize,
+    /// Windows that are closed, and whose blocks somebody may still reach.
+    pub windows_held: usize,
+    /// Bytes of staging buffers, beside the pool.
+    pub staging_bytes: u64,
     /// What has happened since the start.
     pub counters: Counters,
     /// Something is wrong: the broker grants nothing more.
     pub frozen: bool,
+    /// An operator has the broker drained: nothing new begins.
+    #[serde(default)]
+    pub draining: bool,
 }
 
 /// One session in `kvbctl sessions`.
@@ -259,8 +268,12 @@ impl Broker {
             prefix_evictions: stats.evictions,
             pins: state.prefixes.pins().map(|(chain, pin)| PinReport::of(chain, pin)).collect(),
             limits_revision: state.tenancy.revision,
+            windows: self.window_counts().0,
+            windows_held: self.window_counts().1,
+            staging_bytes: self.staging_bytes(),
             counters: state.counters,
             frozen: self.frozen,
+            draining: self.draining,
         }
     }
 
@@ -271,7 +284,7 @@ impl Broker {
             let client = &state.clients[&s.client];
             let private = |b: &&crate::id::BlockId| {
                 let block = state.pool.slot(b.place).map(|s| s.block);
-                matches!(block, Some(Block::Held { refs: 1, sealed: false, .. }))
+                matches!(block, Some(Block::Held { refs, sealed: false, .. }) if refs - self.windows.over(b.place) == 1)
             };
             let blocks_private = s.table.iter().filter(private).count() as u32;
             let format = &state.formats[&s.format];

@@ -450,7 +450,7 @@ impl Broker {
             Some((buffer, range.start))
         };
         let into = loading.blocks.iter().map(place).collect();
-        let head = loading.head.clone();
+        let head = Box::new(loading.head.clone());
         self.jobs.push_back(Job::Store(Order::Read { from, head, into }));
         true
     }

@@ -60,6 +60,8 @@ impl Broker {
             Verb::ReturnExtent => self.return_extent(client, r),
             Verb::Query => self.query(client, r),
             Verb::Close => self.close(client, session, r),
+            Verb::Window => self.window(client, session, r, Default::default()),
+            Verb::CloseWindow => self.end_window(client, r),
             Verb::Admit => self.admit_session(client, session, r),
             Verb::Skip => self.skip(client, session, r),
         }
@@ -144,6 +146,7 @@ impl Broker {
     fn open(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
         let open: wire::Open = *r.one()?;
         r.end()?;
+        self.begins("no new session")?;
         let Ok(asked) = u8::try_from(open.priority.get()) else {
             return Err(Refused::bad(format!(
                 "priority {}: at most 255, or 0 for the tenant's own",
@@ -217,7 +220,7 @@ impl Broker {
     }
 
     /// Takes in what the client says of a table: all of it, or nothing.
-    fn apply_report(
+    pub(super) fn apply_report(
         &mut self,
         client: ClientId,
         id: SessionId,
@@ -275,12 +278,16 @@ impl Broker {
                 self.let_go(*block, None);
             }
         }
+        if changed.is_some() {
+            self.check_windows(id);
+        }
         Ok(())
     }
 
     fn reserve(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
         let reserve: wire::Reserve = *r.one()?;
         r.end()?;
+        self.begins("no more blocks")?;
         let (format, want) = (FormatId(reserve.format.get()), reserve.want.get());
         let priority = self.state.tenancy.of(self.client(client).tenant).priority;
         let want = Want { format, want, least: want, has: 0, near: None, promised: 0, priority };
@@ -298,7 +305,7 @@ impl Broker {
         let s = self.session(client, id)?;
         let want = Want {
             format: s.format,
-            want: grow.want.get(),
+            want: self.undrained(grow.want.get(), grow.least.get(), s.promised)?,
             least: grow.least.get(),
             has: s.table.len() as u32,
             near: s.table.last().map(|b| b.place),
@@ -350,6 +357,7 @@ impl Broker {
                 Dropped::Kept | Dropped::Cached => {}
             }
         }
+        self.check_windows(id);
         self.restore_promise(id, freed);
         done(self.grant_reply(tokens, returned))
     }
@@ -381,6 +389,7 @@ impl Broker {
         let used = r.many(report.used.get(), MAX_BLOCKS)?;
         r.end()?;
         self.apply_report(client, id, &report, used)?;
+        self.begins("no new session")?;
         // What was promised to the one is not promised to the other.
         let twin = Session { promised: 0, admitted: 0, ..self.session(client, id)?.clone() };
         let blocks = twin.table.clone();
@@ -713,6 +722,7 @@ impl Broker {
         r.end()?;
         one_of("admit: flags", admit.flags, wire::MAY_EVICT)?;
         one_of("admit: reserved", admit.reserved, 0)?;
+        self.begins("no new promise")?;
         match self.admit_verb(client, id, &admit)? {
             Some(reply) => done(reply),
             None => Ok(Answer::Later),

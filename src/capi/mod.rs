@@ -16,6 +16,7 @@ mod error;
 mod process;
 mod session;
 mod sized;
+mod window;
 
 pub use attention::{kvb_attention, kvb_attention_call, kvb_scratch, kvb_scratch_free, kvb_scratch_new};
 pub use client::{
@@ -32,6 +33,12 @@ pub use session::{
     kvb_session_pin, kvb_session_read_row, kvb_session_reserve, kvb_session_seal, kvb_session_set_rewind,
     kvb_session_stats, kvb_session_tokens, kvb_session_trim, kvb_session_trim_head, kvb_session_unpin,
     kvb_session_view, kvb_session_writable, kvb_session_write_row, kvb_stats, kvb_view,
+};
+
+pub use window::{
+    kvb_batch, kvb_session_window, kvb_window, kvb_window_batch, kvb_window_close, kvb_window_declined,
+    kvb_window_drain, kvb_window_extend, kvb_window_get_info, kvb_window_info, kvb_window_is_current,
+    kvb_window_load, kvb_window_options, kvb_window_release, kvb_window_take_device,
 };
 
 use std::ffi::{CStr, c_char};

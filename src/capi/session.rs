@@ -64,7 +64,9 @@ pub(super) unsafe fn read<'a>(
 ///
 /// # Safety
 /// `handle` is NULL or a session that is not closed.
-unsafe fn write<'a>(handle: *mut kvb_session) -> Result<RwLockWriteGuard<'a, GroupedSession>, Failure> {
+pub(super) unsafe fn write<'a>(
+    handle: *mut kvb_session,
+) -> Result<RwLockWriteGuard<'a, GroupedSession>, Failure> {
     // SAFETY: passed on to the caller.
     locked(unsafe { kvb_session::get(handle)? }.session.try_write())
 }

@@ -130,6 +130,12 @@ impl Arena {
         Some(gone.position)
     }
 
+    /// A descriptor of the extent, for a device's driver.
+    pub fn descriptor(&self, extent: ExtentId) -> io::Result<OwnedFd> {
+        let gone = || io::Error::new(io::ErrorKind::NotFound, "the extent is not mapped");
+        self.places().by_id.get(&extent).ok_or_else(gone)?.fd.try_clone()
+    }
+
     /// Maps `bytes` bytes from `offset` of an extent at `address` too, for a view.
     ///
     /// # Safety

@@ -110,6 +110,11 @@ impl GroupedProfile {
         self.find(layer).map(|l| l.group)
     }
 
+    /// The group of a layer, and the layer's index in it, if there is such a layer.
+    pub fn place_of(&self, layer: usize) -> Option<(usize, usize)> {
+        self.find(layer).map(|l| (l.group, l.index))
+    }
+
     /// Where the planes of a layer lie in a block of its group, K and V.
     ///
     /// # Panics

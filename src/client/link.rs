@@ -98,20 +98,22 @@ impl Embedded {
 impl Inside {
     /// Does the worker's jobs on the spot and collects what comes of it.
     fn settle(&mut self) {
+        // There is no timer here: every request looks.
+        if self.broker.recheck_after().is_some() {
+            self.broker.recheck_windows();
+        }
         let heap: Arc<dyn Heap> = self.broker.heap();
         self.broker.tick(Instant::now());
-        loop {
+        // A job that is done may bring the next one, and no message yet.
+        while self.broker.has_work() {
             for job in self.broker.jobs() {
                 let done = job.run(&*heap);
                 self.broker.done(done);
             }
-            let outputs = self.broker.outputs();
-            if outputs.is_empty() {
-                return;
-            }
-            for output in outputs {
+            for output in self.broker.outputs() {
                 let copy = |b: &Arc<crate::heap::Buffer>| b.fd().map(|fd| fd.try_clone_to_owned());
-                let fds: Result<Vec<_>, _> = output.buffers.iter().filter_map(copy).collect();
+                let others = output.descriptors.iter().map(|fd| fd.try_clone());
+                let fds: Result<Vec<_>, _> = output.buffers.iter().filter_map(copy).chain(others).collect();
                 match fds
                     .map_err(|e| Error::Protocol(e.to_string()))
                     .and_then(|fds| Message::parse(&output.message, fds, false))

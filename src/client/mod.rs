@@ -34,6 +34,7 @@ mod groups;
 mod link;
 mod pager;
 mod session;
+mod staging;
 mod view;
 
 use std::collections::HashMap;
@@ -49,7 +50,7 @@ pub use error::Error;
 pub use groups::{GroupedProfile, GroupedSession};
 pub use link::Embedded;
 pub use pager::{Notice, Notify, Pager, PagerOptions, PagerPlane, PagerStats};
-pub use session::{Session, SessionStats};
+pub use session::{Batch, Session, SessionStats, StagingStats, Window, WindowOptions, WindowPlace};
 pub use view::PlaneView;
 
 use crate::broker::{Broker, Policy};
@@ -220,6 +221,8 @@ struct Shared {
     wanted: Mutex<HashMap<u64, Instant>>,
     info: BrokerInfo,
     options: ClientOptions,
+    /// The staging buffer, while a window uses it.
+    staging: Mutex<std::sync::Weak<staging::Staging>>,
     made_by: u32,
 }
 
@@ -302,6 +305,7 @@ impl Client {
             wanted: Mutex::new(HashMap::new()),
             info,
             options,
+            staging: Mutex::default(),
             made_by: std::process::id(),
         };
         Ok(Client { shared: Arc::new(shared) })

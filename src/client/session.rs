@@ -7,10 +7,13 @@
 #![allow(unsafe_code)]
 
 mod skip;
+mod window;
 
 use std::ops::Range;
 use std::sync::Arc;
 use std::sync::atomic::Ordering;
+
+pub use window::{Batch, StagingStats, Window, WindowOptions, WindowPlace};
 
 use super::credit::Spare;
 use super::view::View;

@@ -163,7 +163,12 @@ impl Drop for Promise {
 
 /// Mappings that can still be promised.
 pub(super) fn mappings_left() -> usize {
-    mappings_limit().saturating_sub(PROMISED.load(Ordering::Relaxed))
+    mappings_limit().saturating_sub(mappings_promised())
+}
+
+/// Mappings that have been promised.
+pub(super) fn mappings_promised() -> usize {
+    PROMISED.load(Ordering::Relaxed)
 }
 
 fn mappings_limit() -> usize {

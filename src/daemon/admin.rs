@@ -1,4 +1,5 @@
-//! The operators' socket: one line asks, one JSON document answers, and the connection ends.
+//! The operators' socket: one line asks, one JSON document answers, and the connection ends. `metrics` is answered with
+//! text, and after `events` the connection goes on with one line for each change.
 //!
 //! Owns the connections to it. Invariant: an operator that does not read holds up nobody, and there are never more than
 //! a handful of them. `echo status | socat - UNIX-CONNECT:/run/kvbroker/admin.sock` is enough to use it.
@@ -8,13 +9,18 @@ use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
+use nix::sys::socket::{setsockopt, sockopt};
 
+use super::observe::{self, Answer};
+use super::watch::Queue;
 use crate::broker::{Broker, LimitChange, PinReport, StoreRefusal};
 use crate::id::Tenant;
 
 /// Operators at one time.
 pub(super) const MOST: usize = 16;
 const LONGEST_REQUEST: usize = 256;
+/// Bytes that the kernel keeps for a watcher: what it has not read is to wait where it is counted.
+const KERNEL_QUEUE: usize = 32 << 10;
 
 /// One of them.
 #[derive(Debug)]
@@ -25,6 +31,8 @@ pub(super) struct Operator {
     sent: usize,
     /// A task of the broker's on stored prefixes, whose end is the answer.
     task: Option<u64>,
+    /// After `events`: what it is still to be told.
+    queue: Option<Queue>,
 }
 
 /// What is to be waited for.
@@ -34,16 +42,27 @@ pub(super) enum Wait {
     Write,
     /// For the broker to be done.
     Broker,
+    /// For changes; the kernel tells by itself when the operator has gone.
+    Changes,
+    /// The operator asks to watch: see [`Operator::watch`].
+    Watch,
     End,
 }
 
 impl Operator {
     pub fn new(fd: OwnedFd) -> Self {
-        Operator { stream: fd.into(), request: Vec::new(), answer: None, sent: 0, task: None }
+        Operator { stream: fd.into(), request: Vec::new(), answer: None, sent: 0, queue: None, task: None }
     }
 
     /// Goes on as far as it goes.
     pub fn go_on(&mut self, broker: &mut Broker) -> Wait {
+        if let Some(queue) = &mut self.queue {
+            return match queue.flush(&mut self.stream) {
+                Ok(true) if queue.is_open() => Wait::Changes,
+                Ok(false) => Wait::Write,
+                _ => Wait::End,
+            };
+        }
         if self.answer.is_none() && self.task.is_none() {
             match self.read_line() {
                 Ok(true) => {}
@@ -51,10 +70,13 @@ impl Operator {
                 Err(_) => return Wait::End,
             }
             let line = String::from_utf8_lossy(&self.request).trim().to_owned();
+            if line == "events" {
+                return Wait::Watch;
+            }
             match line.as_str() {
                 "save" => self.begin(broker.save_prefixes()),
                 "load" => self.begin(broker.load_prefixes()),
-                line => self.answer_with(&answer(broker, line)),
+                line => self.answer = Some(answer(broker, line).into_bytes()),
             }
         }
         if let Some(task) = self.task.filter(|_| self.answer.is_none()) {
@@ -102,6 +124,33 @@ impl Operator {
         poll(&mut fd, PollTimeout::ZERO).is_ok() && fd[0].revents().is_some_and(|r| r.intersects(gone))
     }
 
+    /// It watches from now on: `state` goes first.
+    pub fn watch(&mut self, state: String) {
+        // A larger one does no harm.
+        let _ = setsockopt(&self.stream, sockopt::SndBuf, &KERNEL_QUEUE);
+        self.queue = Some(Queue::new(state));
+    }
+
+    /// It is answered with why it is not, and that is all.
+    pub fn refuse(&mut self, why: &str) {
+        self.answer = Some(format!("{}\n", serde_json::json!({ "error": why })).into_bytes());
+    }
+
+    /// The queue of one that watches and has not been dropped.
+    pub fn watching(&mut self) -> Option<&mut Queue> {
+        self.queue.as_mut().filter(|q| q.is_open())
+    }
+
+    /// Whether it only waits for changes, or to read them: then a hang-up is the end.
+    pub fn is_watcher(&self) -> bool {
+        self.queue.is_some()
+    }
+
+    /// Whether it watches and has not been dropped.
+    pub fn is_watching(&self) -> bool {
+        self.queue.as_ref().is_some_and(Queue::is_open)
+    }
+
     /// Whether the line is there.
     fn read_line(&mut self) -> io::Result<bool> {
         let mut some = [0; LONGEST_REQUEST];
@@ -131,8 +180,18 @@ impl AsFd for Operator {
     }
 }
 
+/// With the newline at its end.
 fn answer(broker: &mut Broker, request: &str) -> String {
-    let json = match request {
+    let json = match observe::answer(broker, request) {
+        Some(Answer::Text(text)) => return text,
+        Some(Answer::Json(json)) => json,
+        None => plain_answer(broker, request),
+    };
+    format!("{}\n", json.unwrap_or_else(|e| serde_json::json!({ "error": e.to_string() })))
+}
+
+fn plain_answer(broker: &mut Broker, request: &str) -> serde_json::Result<serde_json::Value> {
+    match request {
         "status" => serde_json::to_value(broker.status()),
         "sessions" => serde_json::to_value(broker.sessions()),
         "map" => serde_json::to_value(broker.map()),
@@ -145,11 +204,13 @@ fn answer(broker: &mut Broker, request: &str) -> String {
             },
             Some(("unpin", which)) => serde_json::to_value(unpin(broker, which)),
             _ => Ok(serde_json::json!({
-                "error": format!("there is no request {other:?}: ask for status, sessions, map, check, limits, unpin, save or load")
+                "error": format!(
+                    "there is no request {other:?}: ask for status, sessions, map, check, limits, unpin, save, load, {}",
+                    observe::REQUESTS
+                )
             })),
         },
-    };
-    json.unwrap_or_else(|e| serde_json::json!({ "error": e.to_string() })).to_string()
+    }
 }
 
 /// `uid=N [reserve=BYTES] [limit=BYTES|none] [priority=N] [revision=N]`

@@ -69,6 +69,9 @@ pub(super) fn backend(config: &Config) -> (Backend, &'static str) {
         (BackendChoice::Auto, DeviceAccess::Iommu) => {
             (Backend::Udmabuf, "a device behind an IOMMU reads the pool")
         }
+        (BackendChoice::Auto, DeviceAccess::Vfio) => {
+            (Backend::Memfd, "a device that user space drives reads the pool through iommufd")
+        }
         (BackendChoice::Auto, DeviceAccess::None) if config.heap.is_some() => {
             (Backend::DmaHeap, "a heap is named")
         }

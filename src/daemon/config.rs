@@ -45,6 +45,42 @@ pub enum DeviceAccess {
     Contiguous,
     /// It is behind an IOMMU and imports dma-bufs, whose pages may be scattered.
     Iommu,
+    /// It is driven from user space, through VFIO and iommufd.
+    Vfio,
+}
+
+/// The device that reads windows, beside how it reaches memory.
+#[derive(Debug, Clone, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+pub struct DeviceTable {
+    /// Its character device, if user space drives it.
+    pub node: Option<PathBuf>,
+    /// Bits of an address of it.
+    pub address_bits: u32,
+    /// The IOMMU's.
+    pub iommu: PathBuf,
+    /// What makes dma-bufs of memfds.
+    pub udmabuf: PathBuf,
+    /// Bytes of one process's staging buffer; 0 for none.
+    pub staging: Size,
+    /// Bytes of all of them together.
+    pub staging_total: Size,
+    /// Where they come from, if not from the CMA heap by its usual names.
+    pub staging_heap: Option<PathBuf>,
+}
+
+impl Default for DeviceTable {
+    fn default() -> Self {
+        DeviceTable {
+            node: None,
+            address_bits: 32,
+            iommu: "/dev/iommu".into(),
+            udmabuf: "/dev/udmabuf".into(),
+            staging: Size::from_bytes(2 << 20),
+            staging_total: Size::from_bytes(8 << 20),
+            staging_heap: None,
+        }
+    }
 }
 
 /// Which kind of memory.
@@ -119,6 +155,9 @@ struct LimitsTable {
     connections_per_tenant: u32,
     sessions_per_connection: u32,
     profiles_per_connection: u32,
+    windows_per_session: u32,
+    windows_per_tenant: u32,
+    windows: u32,
     tenant: Option<Size>,
     connection: Option<Size>,
     pinned: Option<Size>,
@@ -133,6 +172,9 @@ impl Default for LimitsTable {
             connections_per_tenant: policy.connections_per_tenant,
             sessions_per_connection: policy.sessions_per_connection,
             profiles_per_connection: policy.profiles_per_connection,
+            windows_per_session: policy.windows_per_session,
+            windows_per_tenant: policy.windows_per_tenant,
+            windows: policy.windows,
             tenant: None,
             connection: None,
             pinned: None,
@@ -210,6 +252,7 @@ struct File {
     pool: PoolTable,
     socket: SocketTable,
     limits: LimitsTable,
+    device: DeviceTable,
     cache: CacheTable,
     prefix: PrefixTable,
     tenant: Vec<TenantTable>,
@@ -299,6 +342,8 @@ pub struct Config {
     pub backend: BackendChoice,
     /// Who reads it.
     pub device: DeviceAccess,
+    /// What else is known of that device.
+    pub device_table: DeviceTable,
     /// The heap, if one is named.
     pub heap: Option<PathBuf>,
     /// Where heaps are.
@@ -467,6 +512,19 @@ impl Config {
             let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
             return Err(origins.wrong("pool.minimum", Size::from_bytes(minimum_bytes).exact(), why));
         }
+        if file.pool.device == DeviceAccess::Vfio && file.device.node.is_none() {
+            let why =
+                "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
+            return Err(origins.wrong("pool.device", "vfio", why.into()));
+        }
+        if !(20..=64).contains(&file.device.address_bits) {
+            let bits = file.device.address_bits.to_string();
+            return Err(origins.wrong("device.address-bits", &bits, "a device has 20 to 64".into()));
+        }
+        if file.device.staging.bytes() > file.device.staging_total.bytes() {
+            let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
+            return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
+        }
         let reserves: u64 = file.tenant.iter().filter_map(|t| t.reserve).map(Size::bytes).sum();
         if reserves > pool_bytes {
             let (all, pool) = (Size::from_bytes(reserves), Size::from_bytes(pool_bytes));
@@ -487,6 +545,9 @@ impl Config {
             connections_per_tenant: file.limits.connections_per_tenant,
             sessions_per_connection: file.limits.sessions_per_connection,
             profiles_per_connection: file.limits.profiles_per_connection,
+            windows_per_session: file.limits.windows_per_session,
+            windows_per_tenant: file.limits.windows_per_tenant,
+            windows: file.limits.windows,
             bytes_per_connection: file.limits.connection.map(Size::bytes),
             reclaim_ms: file.limits.reclaim_ms,
             cache_bytes: file.cache.limit.map(Size::bytes),
@@ -500,6 +561,7 @@ impl Config {
             minimum_bytes,
             backend: over.backend.unwrap_or(file.pool.backend),
             device: file.pool.device,
+            device_table: file.device,
             heap: over.heap.clone().or(file.pool.heap),
             heap_directory: file.pool.heap_directory,
             extent: over.extent.unwrap_or(file.pool.extent),
@@ -693,6 +755,9 @@ mod tests {
             "connections-per-tenant",
             "sessions-per-connection",
             "profiles-per-connection",
+            "windows-per-session",
+            "windows-per-tenant",
+            "windows",
             "tenant",
             "uid",
             "limit",
@@ -713,6 +778,13 @@ mod tests {
             "kv-type",
             "tokens-per-block",
             "scrub",
+            "node",
+            "address-bits",
+            "iommu",
+            "udmabuf",
+            "staging",
+            "staging-total",
+            "staging-heap",
         ];
         for key in keys {
             let stands = |l: &str| l.trim_start_matches("#: ").starts_with(&format!("{key} = "));
@@ -729,6 +801,9 @@ mod tests {
         assert!(read("[pool]\nsize = \"256\"\n").unwrap_err().contains("without unit"));
         assert!(read("[pool]\nsize = 256\n").unwrap_err().contains("line 2"));
         assert!(read("[pool]\nbackend = \"vram\"\n").unwrap_err().contains("vram"));
+        assert!(read("[pool]\ndevice = \"vfio\"\n").unwrap_err().contains("needs device.node"));
+        assert!(read("[device]\naddress-bits = 8\n").unwrap_err().contains("20 to 64"));
+        assert!(read("[device]\nstaging = \"9M\"\n").unwrap_err().contains("more than device.staging-total"));
         assert!(read("[socket]\nmode = \"rw\"\n").unwrap_err().contains("octal"));
         assert!(read("[[profile]]\nlayers = 2\n").unwrap_err().contains("kv-heads is missing"));
         assert!(

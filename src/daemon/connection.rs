@@ -65,6 +65,7 @@ impl Connection {
     pub fn flush(&mut self) -> Flushed {
         while let Some(output) = self.queue.front() {
             let fds: Vec<BorrowedFd<'_>> = output.buffers.iter().filter_map(|b| b.fd()).collect();
+            let fds: Vec<_> = fds.into_iter().chain(output.descriptors.iter().map(|d| d.as_fd())).collect();
             if !fds.is_empty() && has_unread(&self.socket) {
                 return Flushed::Unread;
             }

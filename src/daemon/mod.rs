@@ -9,8 +9,11 @@ mod check;
 mod config;
 mod connection;
 mod listener;
+mod metrics;
+mod observe;
 mod server;
 mod start;
+mod watch;
 mod worker;
 
 pub use check::Outlook;

@@ -17,6 +17,7 @@ use nix::sys::socket::{getsockopt, sockopt};
 use super::admin::{self, Operator, Wait};
 use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
+use super::watch::{self, Watch};
 use super::worker::Worker;
 use crate::broker::{Broker, ConnectError, Peer};
 use crate::id::ClientId;
@@ -84,10 +85,13 @@ pub(super) struct Server {
     connections: BTreeMap<ClientId, Connection>,
     operators: BTreeMap<u64, Operator>,
     next_operator: u64,
+    watch: Watch,
     /// Connections that were ended while the client had messages with descriptors unread: those still count against
     /// this process, so they count against the client's uid.
     tombstones: Vec<(u32, SeqPacket)>,
     connections_per_tenant: u32,
+    /// When windows that are closed, and that somebody may still hold, are looked at again.
+    recheck_at: Option<Instant>,
     /// Connections whose messages the kernel had no room for.
     crowded: BTreeSet<ClientId>,
     /// Listeners that are left alone until then.
@@ -125,8 +129,10 @@ impl Server {
             connections: BTreeMap::new(),
             operators: BTreeMap::new(),
             next_operator: 1,
+            watch: Watch::new(),
             tombstones: Vec::new(),
             connections_per_tenant,
+            recheck_at: None,
             crowded: BTreeSet::new(),
             paused_until: None,
             watchdog,
@@ -156,7 +162,11 @@ impl Server {
                 }
             }
             self.unchecked |= count > 0;
-            self.broker.tick(Instant::now());
+            let now = Instant::now();
+            if count > 0 || self.broker.next_wake().is_some_and(|t| t <= now) {
+                self.watch.stir();
+            }
+            self.broker.tick(now);
             for event in &events[..count] {
                 match Token::unpack(event.data()) {
                     Some(Token::Signal) if self.asked_to_stop() => return self.stop(),
@@ -190,9 +200,11 @@ impl Server {
         let watchdog = self.watchdog.map(|w| (w / 2).saturating_sub(last_watchdog.elapsed()));
         let breather = (!self.crowded.is_empty()).then_some(BREATHER);
         let pause = self.paused_until.map(|t| t.saturating_duration_since(Instant::now()));
-        // Only while something is in quarantine or missing.
+        // Only while something is in quarantine or missing, or a closed window may still be held.
         let wake = self.broker.next_wake().map(|t| t.saturating_duration_since(Instant::now()));
-        let soonest = [watchdog, breather, pause, wake].into_iter().flatten().min();
+        let watch = self.watch.due().map(|t| t.saturating_duration_since(Instant::now()));
+        let recheck = self.recheck_at.map(|t| t.saturating_duration_since(Instant::now()));
+        let soonest = [watchdog, breather, pause, wake, watch, recheck].into_iter().flatten().min();
         let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
         soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
     }
@@ -215,7 +227,7 @@ impl Server {
                 log::debug!("client {}: its process has ended", id.0);
                 self.end(id);
             }
-            Token::Operator(id) => self.operator(id),
+            Token::Operator(id) => self.operator(id, events),
             // An event of a connection that ended earlier in this turn.
             Token::Client(_) | Token::Process(_) | Token::Signal => {}
         }
@@ -398,10 +410,9 @@ impl Server {
         match self.admin.accept() {
             Ok(Some(fd)) => {
                 if self.operators.len() >= admin::MOST {
-                    // Who asks gets an answer; who has been connected for longest has to go for it.
-                    if let Some((_, silent)) = self.operators.pop_first() {
-                        let _ = self.epoll.delete(as_fd(&silent));
-                    }
+                    // Who asks gets an answer; who has been connected for longest and does not watch has to go for it.
+                    let silent = self.operators.iter().find(|(_, o)| !o.is_watching()).map(|(id, _)| *id);
+                    self.drop_operator(silent.unwrap_or_default());
                 }
                 let id = self.next_operator;
                 self.next_operator += 1;
@@ -416,19 +427,74 @@ impl Server {
         }
     }
 
-    fn operator(&mut self, id: u64) {
+    fn operator(&mut self, id: u64, events: EpollFlags) {
         let Some(operator) = self.operators.get_mut(&id) else { return };
-        let wait = operator.go_on(&mut self.broker);
+        if operator.is_watcher() && events.intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
+            return self.drop_operator(id);
+        }
+        let mut wait = operator.go_on(&mut self.broker);
+        if wait == Wait::Watch {
+            wait = self.begin_to_watch(id);
+        }
         let flags = match wait {
             Wait::Read => EpollFlags::EPOLLIN,
             Wait::Write => EpollFlags::EPOLLOUT,
+            // Nothing is read of a watcher: one that has shut down its half would be readable for ever.
+            Wait::Changes => EpollFlags::empty(),
             // A hang-up is told all the same.
-            Wait::Broker | Wait::End => EpollFlags::empty(),
+            Wait::Broker => EpollFlags::empty(),
+            Wait::Watch | Wait::End => return self.drop_operator(id),
         };
-        let mut event = EpollEvent::new(flags, Token::Operator(id).pack());
-        if wait == Wait::End || self.epoll.modify(as_fd(operator), &mut event).is_err() {
-            let _ = self.epoll.delete(as_fd(operator));
-            self.operators.remove(&id);
+        let Some(operator) = self.operators.get(&id) else { return };
+        if self
+            .epoll
+            .modify(as_fd(operator), &mut EpollEvent::new(flags, Token::Operator(id).pack()))
+            .is_err()
+        {
+            self.drop_operator(id);
+        }
+    }
+
+    fn drop_operator(&mut self, id: u64) {
+        if let Some(operator) = self.operators.remove(&id) {
+            let _ = self.epoll.delete(as_fd(&operator));
+        }
+    }
+
+    /// The whole state for a new watcher; the others are brought up to it first.
+    fn begin_to_watch(&mut self, id: u64) -> Wait {
+        let full = self.operators.values().filter(|o| o.is_watching()).count() >= watch::MOST;
+        let state = if full {
+            None
+        } else {
+            let (changes, state) = self.watch.begin(&self.broker);
+            self.tell_watchers(&changes);
+            Some(state)
+        };
+        let Some(operator) = self.operators.get_mut(&id) else { return Wait::End };
+        match state {
+            Some(state) => operator.watch(state),
+            None => {
+                let most = watch::MOST;
+                operator.refuse(&format!("{most} watch already, and there are no more at one time; end one"));
+            }
+        }
+        operator.go_on(&mut self.broker)
+    }
+
+    fn tell_watchers(&mut self, changes: &str) {
+        if changes.is_empty() {
+            return;
+        }
+        let watching: Vec<u64> =
+            self.operators.iter().filter(|(_, o)| o.is_watching()).map(|(id, _)| *id).collect();
+        for id in watching {
+            if let Some(queue) = self.operators.get_mut(&id).and_then(Operator::watching) {
+                if !queue.push(changes) {
+                    log::warn!("an operator that watches does not read: dropped");
+                }
+            }
+            self.operator(id, EpollFlags::empty());
         }
     }
 
@@ -439,8 +505,27 @@ impl Server {
         }
         let waits = |(id, o): (&u64, &Operator)| o.waits_for_broker().then_some(*id);
         let waiting: Vec<u64> = self.operators.iter().filter_map(waits).collect();
-        waiting.into_iter().for_each(|id| self.operator(id));
+        waiting.into_iter().for_each(|id| self.operator(id, EpollFlags::empty()));
+        if self.recheck_at.is_some_and(|t| t <= Instant::now()) {
+            self.broker.recheck_windows();
+            self.recheck_at = None;
+            self.watch.stir();
+        }
+        match self.broker.recheck_after() {
+            None => self.recheck_at = None,
+            Some(after) => {
+                // Something new to look at is looked at soon, whatever waits for longer.
+                let at = Instant::now() + after;
+                self.recheck_at = Some(self.recheck_at.map_or(at, |t| t.min(at)));
+            }
+        }
         self.carry();
+        if self.operators.values().any(Operator::is_watching) {
+            let changes = self.watch.changes(&self.broker);
+            self.tell_watchers(&changes);
+        } else {
+            self.watch.rest();
+        }
         if self.paused_until.is_some_and(|t| t <= Instant::now()) {
             self.paused_until = None;
             let read = |token: Token| EpollEvent::new(EpollFlags::EPOLLIN, token.pack());
@@ -452,6 +537,13 @@ impl Server {
     fn stop(mut self) -> io::Result<()> {
         log::info!("stopping: {} connections end, what they hold stays theirs", self.connections.len());
         let _ = sd_notify::notify(&[sd_notify::NotifyState::Stopping]);
+        for operator in self.operators.values_mut() {
+            if let Some(queue) = operator.watching() {
+                queue.end("end", "the daemon stops");
+                // One try: whoever does not read now sees the connection end.
+                operator.go_on(&mut self.broker);
+            }
+        }
         self.broker.say_goodbye();
         // Not through `carry`: a connection that ends there gives its extents up, and the worker would empty them under
         // their holder.

@@ -15,7 +15,7 @@ use nix::sys::socket::SockType;
 use thiserror::Error;
 
 use super::check::{self, memory_bytes};
-use super::config::Config;
+use super::config::{Config, DeviceAccess};
 use super::listener::{ListenError, Listener};
 use super::server::Server;
 use super::worker::Worker;
@@ -24,6 +24,8 @@ use crate::heap::{Backend, DmaHeap, Heap, HeapError, Memfd, UDMABUF_DEVICE, Udma
 use crate::map::page_bytes;
 use crate::packing::PackingError;
 use crate::size::Size;
+use crate::window::iommu::{Device, IommuError};
+use crate::window::{Access, Means, StagingMeans, udmabuf};
 
 /// Why the daemon does not serve.
 #[derive(Debug, Error)]
@@ -33,6 +35,8 @@ pub enum StartError {
     Heap(#[from] HeapError),
     #[error(transparent)]
     Packing(#[from] PackingError),
+    #[error(transparent)]
+    Iommu(#[from] IommuError),
     #[error(transparent)]
     Listen(#[from] ListenError),
     #[error(
@@ -70,6 +74,40 @@ fn choose_heap(config: &Config) -> Result<(Arc<dyn Heap>, String), StartError> {
         }
     }
     Ok((Arc::new(Memfd::new(false)), why.into()))
+}
+
+/// What there is for windows, each with its reason if it is not there. Only a device that is named must be there.
+fn means(config: &Config) -> Result<Means, StartError> {
+    let device = &config.device_table;
+    let iommu = match &device.node {
+        Some(node) => Ok(Arc::new(Device::open(node, &device.iommu, device.address_bits)?)),
+        None => Err("no device is configured (device.node)".into()),
+    };
+    Ok(Means {
+        access: match config.device {
+            DeviceAccess::None => Access::Unknown,
+            DeviceAccess::Contiguous => Access::Contiguous,
+            DeviceAccess::Iommu => Access::Scatter,
+            DeviceAccess::Vfio => Access::Iommu,
+        },
+        udmabuf: udmabuf::Udmabuf::open(&device.udmabuf).map(Arc::new).map_err(|e| e.to_string()),
+        iommu,
+        staging: staging(config),
+    })
+}
+
+fn staging(config: &Config) -> Result<StagingMeans, String> {
+    let (device, directory) = (&config.device_table, &config.heap_directory);
+    let page = page_bytes() as u64;
+    let bytes = device.staging.bytes() / (2 * page) * (2 * page);
+    if bytes == 0 {
+        return Err("device.staging = 0 says that there is to be no staging buffer".into());
+    }
+    let named = device.staging_heap.as_ref().map(|heap| directory.join(heap));
+    let path = named.or_else(|| DmaHeap::find(directory));
+    let path = path.ok_or_else(|| format!("{}: no CMA heap for a staging buffer", directory.display()))?;
+    let heap = DmaHeap::open(&path).map_err(|e| e.to_string())?;
+    Ok(StagingMeans { heap: Arc::new(heap), bytes, total: device.staging_total.bytes() })
 }
 
 fn listeners(config: &Config) -> Result<(Listener, Listener), StartError> {
@@ -137,9 +175,18 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         );
         policy.connections = most;
     }
+    let left = windows_within_open_files(descriptors, policy.connections);
+    if policy.windows > left {
+        log::info!(
+            "limits.windows = {} is more than LimitNOFILE lets: {left} windows are served",
+            policy.windows
+        );
+        policy.windows = left;
+    }
     let per_tenant = policy.connections_per_tenant;
     let mut broker = Broker::new(heap, extents.bytes, as_count(extents.count), as_count(least), policy)?;
     broker.set_reason(why);
+    broker.set_means(means(config)?);
     broker.set_cut(extents);
 
     if let Some(store) = &config.store {
@@ -171,10 +218,21 @@ pub fn run(config: &Config) -> Result<(), StartError> {
 /// How many connections leave enough descriptors for everything else: an extent that could not be renewed for want of
 /// one would be lost to the pool. A connection takes its socket and its process.
 fn connections_within_open_files(extent_descriptors: u64) -> u32 {
+    u32::try_from(open_files_beside(extent_descriptors) / 2).unwrap_or(u32::MAX)
+}
+
+/// How many windows are left then: each may take one.
+fn windows_within_open_files(extent_descriptors: u64, connections: u32) -> u32 {
+    let left = open_files_beside(extent_descriptors).saturating_sub(2 * u64::from(connections));
+    u32::try_from(left).unwrap_or(u32::MAX)
+}
+
+/// Descriptors beside extents and what the daemon itself needs.
+fn open_files_beside(extent_descriptors: u64) -> u64 {
     use nix::sys::resource::{Resource, getrlimit};
     const OWN: u64 = 48;
     let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
-    u32::try_from(limit.saturating_sub(extent_descriptors + OWN) / 2).unwrap_or(u32::MAX)
+    limit.saturating_sub(extent_descriptors + OWN)
 }
 
 /// Descriptors in unread messages count against this process: as many as the hard limit lets.

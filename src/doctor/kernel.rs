@@ -1,9 +1,13 @@
 //! The kernel: its version, and what is known to be wrong with that version.
 //!
 //! Invariant: a fault is told by the version that mends it, as the kernel's history has it; a vendor's kernel of an older
-//! version is taken to have the fault, whatever was taken into it.
+//! version is taken to have the fault, whatever was taken into it. What can be tried is tried first: whether the count of a
+//! buffer's holders proves anything is asked of the heap itself, where this process may open it.
+
+use std::path::Path;
 
 use super::{Board, Findings};
+use crate::heap::{DmaHeap, Heap, Proof};
 
 const AREA: &str = "kernel";
 
@@ -23,7 +27,8 @@ impl Release {
 
     /// The first one with dma-buf heaps.
     pub const HEAPS: Release = Release { major: 5, minor: 6 };
-    /// The first one on which an unprivileged user may have a pressure trigger (windows of whole 2 s; commit d82caa273565).
+    /// The first one on which an unprivileged user may have a pressure trigger, with windows of whole 2 s ("sched/psi: Allow
+    /// unprivileged polling of N*2s period", merged for 6.4 in April 2023; Documentation/accounting/psi.rst).
     pub const PRESSURE_TRIGGER: Release = Release { major: 6, minor: 4 };
     /// The first one on which mappings of a CMA heap are VM_PFNMAP, so that no page of them can be kept past the
     /// buffer's holder count (commit 1c1914d6e8c6).
@@ -63,27 +68,14 @@ pub(super) fn examine(board: &Board, found: &mut Findings) {
     } else {
         found.ok(AREA, "version", format!("Linux {full}"));
     }
+    holder_count(board, release, found);
     if release < Release::COUNT_IS_PROOF {
-        found.warn(
-            AREA,
-            "holder-count",
-            "pages of a CMA heap's mapping can be kept past the buffer's holder count here (vmsplice, before 6.9): the \
-             count proves nothing, so extents are destroyed and allocated anew between tenants, and a page that \
-             somebody keeps leaves the pool an extent short until it is let go",
-            "nothing needs to be set; Linux 6.9 or newer makes the hand-over cheaper",
-        );
         found.warn(
             AREA,
             "pinning",
             "registering a CMA heap's mapping as io_uring fixed buffers or for VFIO never ends on this kernel (pages that \
              were never on an LRU list, mended by commit 1aaf8c122918)",
             "engines must not do that with blocks of a dma-heap pool; a memfd pool is not concerned",
-        );
-    } else {
-        found.ok(
-            AREA,
-            "holder-count",
-            "mappings of a heap cannot be pinned, so a buffer's holder count proves who has it (by the version)",
         );
     }
     if let Some(text) = board.tree.text("/proc/pressure/memory") {
@@ -106,9 +98,70 @@ pub(super) fn examine(board: &Board, found: &mut Findings) {
     }
 }
 
+/// Whether a buffer's count of holders proves that nobody else reaches it: by the daemon's own probe on one page of the
+/// heap, else by the version, and why.
+fn holder_count(board: &Board, release: Release, found: &mut Findings) {
+    let heap = board.here.then(|| board.config.heap_below(Path::new("/"))).flatten();
+    let opened = heap.map(|path| (DmaHeap::open(Path::new(&path)).map(|heap| heap.proof()), path));
+    match opened {
+        Some((Ok(proof), path)) => tried(&proof, &path, found),
+        Some((Err(why), _)) => by_version(release, &format!("by the version; not tried: {why}"), found),
+        None => by_version(release, "by the version; there is no heap to try", found),
+    }
+}
+
+const COUNT: &str = "holder-count";
+const ANEW_IS_FINE: &str = "nothing needs to be set; Linux 6.9 or newer makes the hand-over cheaper";
+
+/// What the probe found on the heap `path`.
+fn tried(proof: &Proof, path: &str, found: &mut Findings) {
+    let said = format!("tried on {path}: {proof}");
+    match proof {
+        Proof::Proven | Proof::NotNeeded => found.ok(AREA, COUNT, said),
+        Proof::PagesCanBeKept => found.warn(AREA, COUNT, said, ANEW_IS_FINE),
+        Proof::NotTried(_) | Proof::NoCount(_) => found.warn(
+            AREA,
+            COUNT,
+            said,
+            "ask outside of a container or filter of system calls; the running daemon's own answer is in kvbctl status --json",
+        ),
+    }
+}
+
+fn by_version(release: Release, how: &str, found: &mut Findings) {
+    if release < Release::COUNT_IS_PROOF {
+        let said = format!(
+            "pages of a CMA heap's mapping can be kept past the buffer's holder count here (vmsplice, before 6.9): the \
+             count proves nothing, so extents are destroyed and allocated anew between tenants, and a page that somebody \
+             keeps leaves the pool an extent short until it is let go ({how})"
+        );
+        found.warn(AREA, COUNT, said, ANEW_IS_FINE);
+    } else {
+        let said = "mappings of a heap cannot be pinned, so a buffer's holder count proves who has it";
+        found.ok(AREA, COUNT, format!("{said} ({how})"));
+    }
+}
+
 #[cfg(test)]
 mod tests {
-    use super::Release;
+    use super::super::{Findings, Level};
+    use super::{Proof, Release, tried};
+
+    #[test]
+    fn what_the_probe_finds_decides_and_a_filtered_call_is_no_proof() {
+        let level = |proof| {
+            let mut found = Findings::default();
+            tried(&proof, "/dev/dma_heap/kvbroker", &mut found);
+            assert!(found.0[0].said.contains("tried on /dev/dma_heap/kvbroker"), "{:?}", found.0);
+            found.0[0].level
+        };
+        assert_eq!(level(Proof::Proven), Level::Ok);
+        for other in
+            [Proof::PagesCanBeKept, Proof::NotTried("EPERM".into()), Proof::NoCount("no fdinfo".into())]
+        {
+            assert_eq!(level(other), Level::Warn);
+        }
+    }
 
     #[test]
     fn versions_of_vendors_are_read_as_what_they_are_based_on() {

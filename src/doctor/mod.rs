@@ -1,8 +1,10 @@
 //! `kvbctl doctor`: is this board ready for the broker, item by item, and what mends it.
 //!
-//! Owns nothing; it reads. Invariants: nothing is opened but files to read, so a healthy board is not disturbed and no
-//! right beyond reading is needed; what cannot be known is said to be so and is never "ok"; each warning and each
-//! failure carries what to do. All reading goes through [`tree`], so recorded boards are examined like this one.
+//! Owns nothing; it reads. Invariants: nothing is opened but files to read, and on this machine the heap, of which one
+//! page is taken for a moment to try what its count of holders proves; no right beyond reading is needed, and without the
+//! right to the heap that one item is judged by the kernel's version. What cannot be known is said to be so and is never
+//! "ok"; each warning and each failure carries what to do. All reading goes through [`tree`], so recorded boards are
+//! examined like this one.
 //!
 //! What is looked for comes from the kernel's sources and from boards; the constants name theirs.
 
@@ -71,6 +73,8 @@ pub struct Report {
 /// What the checks share.
 struct Board {
     tree: Tree,
+    /// The tree is the machine that this runs on.
+    here: bool,
     config: Config,
     release: Option<Release>,
     /// The daemon's user, if it is there.
@@ -137,6 +141,7 @@ pub fn examine(root: &Path, config: Option<&Path>) -> io::Result<Report> {
         page: tree.field("/proc/self/smaps", "KernelPageSize").map_or(4096, |kib| kib << 10),
         pid: service::find_daemon(&tree, daemon.as_ref()),
         daemon,
+        here: std::fs::canonicalize(root)? == Path::new("/"),
         tree,
         config,
     };

@@ -185,6 +185,21 @@ impl Buffer {
         self.bytes
     }
 
+    /// The memfd that it is, or that it is made of: of its pages the kernel makes windows. Not to be handed out.
+    pub fn memfd(&self) -> Option<BorrowedFd<'_>> {
+        match self.backend {
+            Backend::Memfd => self.fd(),
+            Backend::Udmabuf => self.backing.as_ref().map(AsFd::as_fd),
+            Backend::DmaHeap | Backend::Imaginary => None,
+        }
+    }
+
+    /// Whether nobody else has a descriptor or a mapping of it, or imports it: provable for dma-bufs only.
+    pub fn is_only_ours(&self) -> bool {
+        let own = 1 + u64::from(self.map.get().is_some());
+        self.fd().and_then(references) == Some(own)
+    }
+
     fn map(&self) -> io::Result<Option<&SharedMap>> {
         let Some(fd) = self.fd() else { return Ok(None) };
         if let Some(map) = self.map.get() {
@@ -267,6 +282,11 @@ impl Drop for Buffer {
             self.punch(&memfd);
         }
     }
+}
+
+/// References to a dma-buf: descriptors, also in flight, mappings, imports. `None` for what is no dma-buf.
+pub fn references(fd: BorrowedFd<'_>) -> Option<u64> {
+    holders::count(fd).ok()
 }
 
 /// A heap without memory: its buffers have a size and nothing else.

@@ -17,9 +17,9 @@ pub enum Account {
     Stranded,
     /// In blocks granted to a process ahead of need.
     Credit,
-    /// In blocks of exactly one session.
+    /// In blocks of exactly one session, or of a window whose session has gone.
     Private,
-    /// In sealed blocks, and in blocks of several sessions, that some session holds.
+    /// In sealed blocks, and in blocks of several sessions or under a session's windows, that some session holds.
     Shared,
     /// In sealed blocks that no session holds, kept for the next one.
     Cached,

@@ -47,7 +47,7 @@ pub enum Order {
         /// Where it is.
         from: Location,
         /// The head that was listed.
-        head: Head,
+        head: Box<Head>,
         /// Where each of its blocks goes; `None` for those that are there already.
         into: Vec<Option<Piece>>,
     },

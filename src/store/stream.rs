@@ -52,14 +52,17 @@ impl Ring {
 
 /// Where pieces are kept.
 enum Pieces {
-    Ring(Ring),
+    Ring(Box<Ring>),
     Plain(Box<[u8]>),
 }
 
 impl Pieces {
     fn new(way: Way) -> Self {
         let ring = if way == Way::Ring { Ring::new(DEPTH, PIECE) } else { None };
-        ring.map_or_else(|| Pieces::Plain(vec![0; PIECE].into_boxed_slice()), Pieces::Ring)
+        ring.map_or_else(
+            || Pieces::Plain(vec![0; PIECE].into_boxed_slice()),
+            |ring| Pieces::Ring(Box::new(ring)),
+        )
     }
 }
 

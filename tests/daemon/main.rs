@@ -5,6 +5,7 @@
 
 mod hostile;
 mod lifetime;
+mod observe;
 mod profiles;
 mod roles;
 mod start;

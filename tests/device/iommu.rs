@@ -114,7 +114,7 @@ impl AddressSpace {
 }
 
 /// The character device of the edu device, once vfio-pci drives it.
-fn edu_node() -> String {
+pub fn edu_node() -> String {
     let is_edu = |path: &PathBuf| {
         let id = |file| fs::read_to_string(path.join(file)).unwrap_or_default();
         id("vendor").trim() == "0x1234" && id("device").trim() == "0x11e8"
@@ -138,7 +138,7 @@ fn bind(device: &File, space: &AddressSpace) -> nix::Result<()> {
 }
 
 /// The device, driven through its registers.
-struct Edu(File);
+pub struct Edu(File);
 
 impl Edu {
     /// The regions of a vfio-pci device lie at index << 40 of its file.
@@ -157,6 +157,11 @@ impl Edu {
         let mut attach = DeviceAttach { argsz, flags: 0, pt_id: space.id };
         sized_ioctl(&device, VFIO_DEVICE_ATTACH_IOMMUFD_PT, &mut attach)
             .expect("VFIO_DEVICE_ATTACH_IOMMUFD_PT");
+        Edu::over(device)
+    }
+
+    /// A device that somebody has bound and attached already.
+    pub fn over(device: File) -> Edu {
         // The PCI command register: answer to memory accesses, be a bus master.
         device.write_all_at(&6u16.to_le_bytes(), Edu::CONFIGURATION + 4).expect("PCI command");
         let edu = Edu(device);
@@ -188,12 +193,12 @@ impl Edu {
     }
 
     /// Memory at `iova` into the device's buffer.
-    fn load(&self, iova: u64, count: u64) {
+    pub fn load(&self, iova: u64, count: u64) {
         self.copy(iova, Edu::BUFFER, count, 0);
     }
 
     /// The device's buffer into memory at `iova`.
-    fn store(&self, iova: u64, count: u64) {
+    pub fn store(&self, iova: u64, count: u64) {
         self.copy(Edu::BUFFER, iova, count, 2);
     }
 }

@@ -10,13 +10,15 @@
 //! `pool` and `disaster` run the real daemon (`daemon`) on those heaps. `disaster::out_of_memory` fills the machine and
 //! needs one of the article's size (`scripts/vm disaster`).
 //!
-//! `measure` has no assertion of interest: it prints what `scripts/bench` reports.
+//! `measure` and `window_measure` print what `scripts/bench` reports; `window_measure` also checks what is promised of it.
 //!
 //! `isolation` holds what one tenant can still reach of another's memory, and `heaps` what the broker does where heaps are
 //! not as they should be; both run the real daemon (`broker`).
 //!
 //! `kernel` holds what the kernel itself must do for the product's promises to hold. Its assertions are what the
 //! design rests on, so a kernel on which one of them fails is a kernel that the product must treat differently.
+//!
+//! `window`, `vivid` and `npu` run the product's windows over the devices that `kernel` and `iommu` try by themselves.
 
 mod broker;
 mod daemon;
@@ -25,8 +27,16 @@ mod heaps;
 mod iommu;
 mod isolation;
 mod kernel;
+#[path = "../common/llama.rs"]
+mod llama;
 mod measure;
+mod npu;
 mod pool;
 mod sandbox;
 mod service;
 mod support;
+#[path = "../common/through.rs"]
+mod through;
+mod vivid;
+mod window;
+mod window_measure;

@@ -324,6 +324,7 @@ impl Peer {
         self.turns.read(&mut byte).is_ok_and(|got| got == 1 && byte == [0])
     }
 
+    /// Its process.
     pub fn pid(&self) -> Pid {
         self.pid
     }

@@ -12,7 +12,8 @@ pub const EXIT_CODES: &str = "Exit codes:
   1  at least one item failed, with --strict also when one warns; or the files could not be read
   2  the command line is wrong
 
-Run it as root: the processes of other users cannot be read otherwise. It opens no heap and changes nothing.
+Run it as root: the processes of other users and the heap cannot be read otherwise. It takes one page of the heap for a
+moment, to try whether vmsplice can keep it, and changes nothing.
 Each item is ok, warn or fail; under a warning and a failure stands what mends it.";
 
 /// The options of `kvbctl doctor`.

@@ -1,4 +1,4 @@
-//! `kvbctl status`, `sessions`, `map` and `check`: what a running broker says of itself.
+//! `kvbctl status`, `sessions`, `map` and `check`: what a running broker says of itself, and how it is asked.
 //!
 //! Owns the one question and its answer. Invariant: every figure comes from the broker's answer; nothing is kept or
 //! computed beyond sums and shares of what stands there.
@@ -25,43 +25,55 @@ pub struct Ask {
     socket: PathBuf,
     /// Answer in JSON; sizes are bytes
     #[arg(long)]
-    pub json: bool,
+    json: bool,
 }
 
 const PATIENCE: Duration = Duration::from_secs(5);
 
 impl Ask {
-    fn answer(&self, question: &str) -> Result<Value, Failure> {
-        self.answer_within(question, PATIENCE)
+    pub(super) fn is_json(&self) -> bool {
+        self.json
+    }
+
+    /// Asks; what comes is still to be read, and may be waited for as long as `patience` says.
+    pub(super) fn ask(&self, question: &str, patience: Option<Duration>) -> Result<UnixStream, Failure> {
+        let mut stream = UnixStream::connect(&self.socket).map_err(|e| self.unreachable(&e))?;
+        stream.set_read_timeout(patience).and_then(|()| stream.set_write_timeout(Some(PATIENCE)))?;
+        writeln!(stream, "{question}").map_err(|e| self.unreachable(&e))?;
+        Ok(stream)
+    }
+
+    pub(super) fn unreachable(&self, e: &io::Error) -> Failure {
+        let advice = match e.kind() {
+            io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => "is kvbrokerd running?",
+            io::ErrorKind::PermissionDenied => "the admin socket is for root, or for the broker's own user",
+            _ => "the broker does not answer",
+        };
+        Failure::Unreachable(format!("{}: {e}; {advice}", self.socket.display()))
+    }
+
+    /// The answer as it comes.
+    pub(super) fn text(&self, question: &str) -> Result<String, Failure> {
+        self.text_within(question, PATIENCE)
+    }
+
+    fn text_within(&self, question: &str, patience: Duration) -> Result<String, Failure> {
+        let mut text = String::new();
+        let mut stream = self.ask(question, Some(patience))?;
+        stream.read_to_string(&mut text).map_err(|e| self.unreachable(&e))?;
+        Ok(text)
     }
 
     /// Waits for the answer for so long.
-    pub fn answer_within(&self, question: &str, patience: Duration) -> Result<Value, Failure> {
-        let unreachable = |e: io::Error| {
-            let advice = match e.kind() {
-                io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => "is kvbrokerd running?",
-                io::ErrorKind::PermissionDenied => {
-                    "the admin socket is for root, or for the broker's own user"
-                }
-                _ => "the broker does not answer",
-            };
-            Failure::Unreachable(format!("{}: {e}; {advice}", self.socket.display()))
-        };
-        let mut stream = UnixStream::connect(&self.socket).map_err(unreachable)?;
-        stream.set_read_timeout(Some(patience)).and_then(|()| stream.set_write_timeout(Some(PATIENCE)))?;
-        writeln!(stream, "{question}").map_err(unreachable)?;
-        let mut text = String::new();
-        stream.read_to_string(&mut text).map_err(unreachable)?;
-        let value: Value = serde_json::from_str(&text).map_err(|e| {
-            Failure::Refused(format!("the broker's answer is no JSON ({e}); is it of this version?"))
-        })?;
-        match value.get("error").and_then(Value::as_str) {
-            Some(error) => Err(Failure::Refused(error.into())),
-            None => Ok(value),
-        }
+    pub(super) fn answer_within(&self, question: &str, patience: Duration) -> Result<Value, Failure> {
+        parse(&self.text_within(question, patience)?)
     }
 
-    fn show<T: DeserializeOwned>(
+    pub(super) fn answer(&self, question: &str) -> Result<Value, Failure> {
+        parse(&self.text(question)?)
+    }
+
+    pub(super) fn show<T: DeserializeOwned>(
         &self,
         question: &str,
         out: &mut impl Write,
@@ -108,6 +120,17 @@ impl Ask {
             true => Ok(()),
             false => Err(Failure::Refused(format!("the books do not add up: {}", answer["problem"]))),
         }
+    }
+}
+
+/// One document of the broker's; an error that it says is one.
+pub(super) fn parse(text: &str) -> Result<Value, Failure> {
+    let value: Value = serde_json::from_str(text).map_err(|e| {
+        Failure::Refused(format!("the broker's answer is no JSON ({e}); is it of this version?"))
+    })?;
+    match value.get("error").and_then(Value::as_str) {
+        Some(error) => Err(Failure::Refused(error.into())),
+        None => Ok(value),
     }
 }
 
@@ -240,13 +263,20 @@ pub enum Colour {
     Never,
 }
 
-pub fn mib(bytes: u64) -> String {
+pub(super) fn mib(bytes: u64) -> String {
     Size::from_bytes(bytes).to_string()
 }
 
 fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
     let pool = &s.pool;
     writeln!(out, "kvbrokerd {}", s.version)?;
+    if s.draining {
+        writeln!(
+            out,
+            "DRAINING  nothing new begins, {} sessions go on; kvbctl drain --off ends it",
+            s.sessions
+        )?;
+    }
     let (each, all) = (mib(pool.extent_bytes), mib(pool.bytes));
     writeln!(
         out,
@@ -304,6 +334,10 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
         n => format!("{} of {n} blocks looked up were found", s.prefix_hits),
     };
     writeln!(out, "prefixes  {} blocks, {} pinned; {hits}", s.prefix_blocks, s.prefix_pinned)?;
+    if s.windows + s.windows_held > 0 || s.staging_bytes > 0 {
+        let (held, staging) = (s.windows_held, mib(s.staging_bytes));
+        writeln!(out, "windows   {}, {held} closed and still held; {staging} of staging buffers", s.windows)?;
+    }
     for pin in &s.pins {
         writeln!(
             out,
@@ -356,12 +390,21 @@ fn print_sessions(sessions: Vec<SessionReport>, out: &mut dyn Write) -> io::Resu
             mib(bytes),
         ]);
     }
+    table(out, &rows, &[3, 4, 5])
+}
+
+/// Prints rows in columns as wide as they need, the first row being their names; those in `left` begin at the left.
+pub(super) fn table<const N: usize>(
+    out: &mut dyn Write,
+    rows: &[[String; N]],
+    left: &[usize],
+) -> io::Result<()> {
     let width = |column: usize| rows.iter().map(|r| r[column].chars().count()).max().unwrap_or(0);
-    let widths: Vec<usize> = (0..rows[0].len()).map(width).collect();
-    for row in &rows {
-        let cells = row.iter().zip(&widths).enumerate().map(|(i, (cell, width))| match i {
-            3..=5 => format!("{cell:<width$}"),
-            _ => format!("{cell:>width$}"),
+    let widths: Vec<usize> = (0..N).map(width).collect();
+    for row in rows {
+        let cells = row.iter().zip(&widths).enumerate().map(|(i, (cell, width))| match left.contains(&i) {
+            true => format!("{cell:<width$}"),
+            false => format!("{cell:>width$}"),
         });
         writeln!(out, "{}", cells.collect::<Vec<_>>().join("  ").trim_end())?;
     }

@@ -18,7 +18,7 @@ pub fn run(ask: &Ask, what: &str, out: &mut impl Write) -> Result<(), Failure> {
     let answer = ask.answer_within(what, PATIENCE)?;
     let report: StoreReport = serde_json::from_value(answer.clone())
         .map_err(|e| Failure::Refused(format!("the broker's answer is of another version ({e})")))?;
-    if ask.json {
+    if ask.is_json() {
         print_json(out, &answer)?;
     } else {
         print(what, &report, out)?;

@@ -27,6 +27,7 @@ mod service;
 
 use std::ops::Range;
 use std::str::FromStr;
+use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::thread::JoinHandle;
 use std::time::{Duration, Instant};
@@ -214,6 +215,16 @@ pub struct Pager {
     _promise: Promise,
 }
 
+/// Mappings of this process that are neither views' nor pagers': those count against the same limit of the kernel. What
+/// views and pagers have is not told apart but taken off as what they may come to have, so this is exact for the first
+/// one and never too much; the most that was ever seen counts.
+fn foreign_mappings() -> usize {
+    static MOST: AtomicUsize = AtomicUsize::new(0);
+    let all = std::fs::read("/proc/self/maps").map_or(0, |text| text.iter().filter(|&&b| b == b'\n').count());
+    let foreign = all.saturating_sub(view::mappings_promised());
+    MOST.fetch_max(foreign, Ordering::Relaxed).max(foreign)
+}
+
 impl std::fmt::Debug for Pager {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("Pager")
@@ -238,7 +249,8 @@ impl Pager {
         let client = connect()?;
         let page = page_bytes();
         let extent = client.info().extent_bytes as usize;
-        let layout = Layout::choose(planes, page, extent, view::mappings_left())?;
+        let mappings = view::mappings_left().saturating_sub(foreign_mappings());
+        let layout = Layout::choose(planes, page, extent, mappings)?;
         let promise = Promise::new(layout.mappings())?;
         let lease = Lease::open(client, &layout, planes, &options)?;
         if options.whole {

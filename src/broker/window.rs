@@ -1,0 +1,1061 @@
+//! Windows for devices: who has one, over which blocks, and when it is gone.
+//!
+//! Owns the books of windows (part of the state) and the kernel objects behind them (not part of it). Invariants:
+//! - every block under a window counts one reference for it, from before the kernel object is made until after nobody can
+//!   reach the block through it any more; so no block under a window is free, evicted or another's;
+//! - a window is over what its session's table has: when an entry under it leaves the table, or the session or its client
+//!   ends, the window is closed, and its blocks are let go once the kernel object is provably nobody's: a udmabuf when
+//!   this process has its only reference, a range of device addresses when it is unmapped, a run at once on its owner's
+//!   word and otherwise when nobody has the extent;
+//! - a device belongs to the tenant whose address space it is bound to, until it can be bound anew.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::ops::RangeInclusive;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::Arc;
+use std::time::Duration;
+
+use serde::{Deserialize, Serialize};
+
+use super::{Answer, Broker, Job, Refused, Reply, Waiting};
+use crate::heap::{Backend, Buffer, Heap, HeapError};
+use crate::id::{BlockId, ClientId, Place, SessionId, Tenant};
+use crate::map::page_bytes;
+use crate::pool::Block;
+use crate::profile::Kv;
+use crate::window::iommu::{Device, Handle, IommuError, Mapping, Space};
+use crate::window::iova::Iovas;
+use crate::window::udmabuf::{Range, Udmabuf, UdmabufError};
+use crate::window::{Access, How, Means, Part, Span, What, join};
+use crate::wire::{self, Fault, MAX_BLOCKS, Reader, Verb};
+
+/// How soon a window that somebody still holds is looked at again, at first and at most.
+const RECHECK: (Duration, Duration) = (Duration::from_millis(20), Duration::from_secs(5));
+/// Address space that a window reserves if nothing is said: so many times what it shows, so that it grows in place.
+const GROWTH: u64 = 4;
+
+/// One window, as it is written down.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub(super) struct Hold {
+    client: ClientId,
+    tenant: Tenant,
+    session: SessionId,
+    how: How,
+    what: What,
+    /// Number of the first block in its session.
+    first: u32,
+    blocks: Vec<BlockId>,
+    /// The owner is done with it, or gone; somebody may still reach the blocks.
+    closing: bool,
+    /// The owner is gone: its word cannot be had.
+    orphan: bool,
+}
+
+/// A piece of the pool, for the worker.
+#[derive(Debug)]
+pub struct Piece {
+    buffer: Arc<Buffer>,
+    offset: u64,
+    bytes: u64,
+}
+
+/// What the worker does for windows.
+#[derive(Debug)]
+pub enum Making {
+    /// A udmabuf over pieces.
+    Join(Arc<Udmabuf>, Vec<Piece>),
+    /// The device, bound to a new address space.
+    Bind(Arc<Device>),
+    /// Pieces at consecutive device addresses; `true` for those that the device may write.
+    Map(Arc<Space>, u64, Vec<(Vec<Piece>, bool)>),
+    /// The opposite.
+    Unmap(Arc<Space>, Vec<Mapping>),
+    /// A staging buffer.
+    Stage(Arc<dyn Heap>, u64),
+}
+
+/// What came of it.
+#[derive(Debug)]
+pub enum Made {
+    /// The dma-buf.
+    Joined(OwnedFd),
+    /// The address space, the device in it, and the addresses that can be used.
+    Bound(Space, Handle, Vec<RangeInclusive<u64>>),
+    /// In the order of the pieces.
+    Mapped(Vec<Mapping>),
+    /// Nothing reaches them any more.
+    Unmapped,
+    /// The buffer.
+    Staged(Buffer),
+}
+
+impl Piece {
+    fn range(&self) -> Option<Range<'_>> {
+        Some(Range { memfd: self.buffer.memfd()?, offset: self.offset, bytes: self.bytes })
+    }
+}
+
+fn ranges(pieces: &[Piece]) -> Result<Vec<Range<'_>>, Declined> {
+    let ranges = pieces.iter().map(Piece::range).collect::<Option<_>>();
+    ranges.ok_or_else(|| Declined::new(Fault::BrokerFault, "an extent is no memfd"))
+}
+
+impl Making {
+    /// Does it.
+    pub(super) fn run(self) -> Result<Made, Declined> {
+        match self {
+            Making::Join(udmabuf, pieces) => Ok(Made::Joined(udmabuf.create(&ranges(&pieces)?)?)),
+            Making::Bind(device) => {
+                let space = Space::new(&device)?;
+                let handle = device.bind(&space)?;
+                let allowed = space.ranges()?;
+                Ok(Made::Bound(space, handle, allowed))
+            }
+            Making::Map(space, iova, segments) => {
+                let mut mapped: Vec<Mapping> = Vec::new();
+                let mut at = iova;
+                for (pieces, writable) in &segments {
+                    let one = ranges(pieces).and_then(|r| Ok(space.map(&r, at, *writable)?));
+                    match one {
+                        Ok(mapping) => {
+                            at += mapping.bytes;
+                            mapped.push(mapping);
+                        }
+                        Err(e) => {
+                            for mapping in &mapped {
+                                if let Err(e) = space.unmap(mapping) {
+                                    // The pages stay pinned and reachable: the process ends rather than re-use them.
+                                    panic!(
+                                        "taking back a range of device addresses that was just mapped: {e}"
+                                    );
+                                }
+                            }
+                            return Err(e);
+                        }
+                    }
+                }
+                Ok(Made::Mapped(mapped))
+            }
+            Making::Unmap(space, mappings) => {
+                mappings.iter().try_for_each(|m| space.unmap(m))?;
+                Ok(Made::Unmapped)
+            }
+            Making::Stage(heap, bytes) => Ok(Made::Staged(heap.allocate(bytes)?)),
+        }
+    }
+}
+
+/// The kernel object of a window.
+#[derive(Debug)]
+enum Object {
+    /// A udmabuf.
+    Buffer(Arc<OwnedFd>),
+    /// Device addresses.
+    Mapped { space: Arc<Space>, iova: u64, reserved: u64, mappings: Vec<Mapping> },
+    /// Device addresses on their way out of the device's reach.
+    Leaving { iova: u64 },
+}
+
+/// A tenant's address space, with the device in it.
+#[derive(Debug)]
+struct TenantSpace {
+    space: Arc<Space>,
+    handle: Handle,
+    iovas: Iovas,
+    /// Clients that have the device's descriptor.
+    sent: BTreeSet<ClientId>,
+}
+
+/// What the worker is doing, and for which window.
+#[derive(Debug)]
+struct Pending {
+    client: ClientId,
+    tenant: Tenant,
+    how: How,
+    window: Option<u64>,
+    /// Blocks that it had before it was to grow.
+    before: Option<usize>,
+}
+
+/// Everything about windows that is not written down.
+#[derive(Debug, Default)]
+pub(super) struct Windows {
+    means: Means,
+    objects: BTreeMap<u64, Object>,
+    spaces: BTreeMap<Tenant, TenantSpace>,
+    /// Staging buffers of connected clients.
+    staging: BTreeMap<ClientId, Arc<Buffer>>,
+    /// Staging buffers whose clients are done with them, until nobody has them.
+    leaving: Vec<Arc<Buffer>>,
+    pending: BTreeMap<u64, Pending>,
+    /// Windows over a place.
+    cover: BTreeMap<Place, u32>,
+    /// Which window the one being made is to replace.
+    replaced: BTreeMap<u64, u64>,
+    /// When the closed ones are looked at again.
+    patience: Option<Duration>,
+    /// Counts the references to a udmabuf; another one in tests, which have none.
+    count: Count,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Count(fn(BorrowedFd<'_>) -> Option<u64>);
+
+impl Default for Count {
+    fn default() -> Self {
+        // What the kernel does not say is not 1.
+        Count(crate::heap::references)
+    }
+}
+
+impl Windows {
+    /// What the record says, without the kernel's objects: blocks stay where they are, for want of a proof.
+    pub(super) fn recalled(holds: &BTreeMap<u64, Hold>) -> Self {
+        let mut windows = Windows::default();
+        for place in holds.values().flat_map(|h| &h.blocks).map(|b| b.place) {
+            *windows.cover.entry(place).or_default() += 1;
+        }
+        windows
+    }
+
+    /// Windows over a place.
+    pub(super) fn over(&self, place: Place) -> u32 {
+        self.cover.get(&place).copied().unwrap_or(0)
+    }
+}
+
+/// What is known of a request that comes back from the worker.
+#[derive(Debug, Default)]
+pub(super) struct Resume {
+    pub declined: Vec<(How, Declined)>,
+    pub ready: Option<u64>,
+}
+
+/// Why a way is not taken.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct Declined {
+    fault: Fault,
+    text: String,
+}
+
+impl Declined {
+    fn new(fault: Fault, text: impl Into<String>) -> Self {
+        Declined { fault, text: text.into() }
+    }
+}
+
+impl From<HeapError> for Declined {
+    fn from(e: HeapError) -> Self {
+        Declined::new(Fault::Busy, e.to_string())
+    }
+}
+
+impl From<UdmabufError> for Declined {
+    fn from(e: UdmabufError) -> Self {
+        let fault = match e {
+            UdmabufError::TooManyRanges { .. } | UdmabufError::TooLarge { .. } => Fault::OverLimit,
+            UdmabufError::Missing { .. } | UdmabufError::Open { .. } | UdmabufError::Create { .. } => {
+                Fault::BrokerFault
+            }
+        };
+        Declined::new(fault, e.to_string())
+    }
+}
+
+impl From<IommuError> for Declined {
+    fn from(e: IommuError) -> Self {
+        let fault = match e {
+            IommuError::InUse { .. } => Fault::Busy,
+            IommuError::Open { .. } | IommuError::Call { .. } | IommuError::Map { .. } => Fault::BrokerFault,
+        };
+        Declined::new(fault, e.to_string())
+    }
+}
+
+/// How it goes on.
+enum Next {
+    /// It is there.
+    Ready(u64),
+    /// The worker makes it.
+    Work(Making, Pending),
+}
+
+/// A request, checked.
+struct Wish {
+    client: ClientId,
+    tenant: Tenant,
+    session: SessionId,
+    what: What,
+    first: u32,
+    blocks: Vec<BlockId>,
+    part: Part,
+    slot_bytes: u64,
+    /// Whether the device may write the block.
+    writable: Vec<bool>,
+    read_only: bool,
+    /// The window that this one is to replace.
+    old: Option<u64>,
+    /// Blocks that there should be address space for.
+    capacity: u64,
+    auto: bool,
+}
+
+impl Wish {
+    fn spans(&self, range: std::ops::Range<usize>) -> Vec<Span> {
+        join(self.blocks[range].iter().map(|b| b.place), self.slot_bytes, self.part)
+    }
+
+    fn bytes(&self) -> u64 {
+        self.part.bytes * self.blocks.len() as u64
+    }
+}
+
+impl Broker {
+    /// What this machine has for windows.
+    pub fn set_means(&mut self, means: Means) {
+        self.windows.means = means;
+    }
+
+    /// Counts holders otherwise than the kernel does.
+    #[cfg(test)]
+    pub(super) fn count_references_by(&mut self, count: fn(BorrowedFd<'_>) -> Option<u64>) {
+        self.windows.count = Count(count);
+    }
+
+    pub(super) fn window(
+        &mut self,
+        client: ClientId,
+        id: SessionId,
+        mut r: Reader<'_>,
+        resume: Resume,
+    ) -> Result<Answer, Refused> {
+        let ask: wire::Window = *r.one()?;
+        let used = r.many(ask.report.used.get(), MAX_BLOCKS)?;
+        r.end()?;
+        if let Some(window) = resume.ready {
+            // The session may have been ended by the broker while the worker was at it.
+            self.session(client, id)?;
+            return Ok(Answer::Now(self.window_reply(window, &resume.declined)));
+        }
+        self.apply_report(client, id, &ask.report, used)?;
+        let wish = self.wish(client, id, &ask)?;
+        let ways = match ask.how.get() {
+            0 => How::ALL.to_vec(),
+            code => vec![How::from_code(code).ok_or_else(|| {
+                Refused::bad(format!("there is no way {code} to make a window: 0 is auto, 1 to 4 are ways"))
+            })?],
+        };
+        let mut declined = resume.declined;
+        for how in ways {
+            if declined.iter().any(|(h, _)| *h == how) {
+                continue;
+            }
+            match self.make(how, &wish) {
+                Ok(Next::Ready(window)) => return Ok(Answer::Now(self.window_reply(window, &declined))),
+                Ok(Next::Work(making, pending)) => {
+                    let ticket = self.next_ticket;
+                    self.next_ticket += 1;
+                    self.windows.pending.insert(ticket, pending);
+                    self.jobs.push_back(Job::Window { ticket, making });
+                    return Ok(Answer::Making { declined });
+                }
+                Err(why) => {
+                    declined.push((how, why));
+                }
+            }
+        }
+        let words: Vec<String> = declined.iter().map(|(how, why)| format!("{how}: {}", why.text)).collect();
+        // A way that is possible but not now says more than one that never is.
+        let fault = declined.iter().map(|(_, why)| why.fault).find(|f| *f != Fault::BadRequest);
+        Err(Refused::new(
+            fault.unwrap_or(Fault::BadRequest),
+            format!("no window can be made: {}", words.join("; ")),
+        ))
+    }
+
+    fn wish(&self, client: ClientId, id: SessionId, ask: &wire::Window) -> Result<Wish, Refused> {
+        if self.frozen {
+            let text = "the broker's books do not add up; it makes no windows";
+            return Err(Refused::new(Fault::BrokerFault, text));
+        }
+        let s = self.session(client, id)?;
+        let (first, count) = (ask.first.get(), ask.blocks.get());
+        if count == 0 {
+            return Err(Refused::bad(format!("{id}: a window over no blocks")));
+        }
+        if first < s.head || u64::from(first) + u64::from(count) > u64::from(s.end()) {
+            let text = format!(
+                "{id}: blocks {first} to {} are not all there, the table holds {} to {}",
+                u64::from(first) + u64::from(count),
+                s.head,
+                s.end()
+            );
+            return Err(Refused::bad(text));
+        }
+        let what = match (ask.what.get(), ask.kv.get()) {
+            (0, _) => What::Blocks,
+            (1, 0) => What::Plane { layer: ask.layer.get(), kv: Kv::K },
+            (1, 1) => What::Plane { layer: ask.layer.get(), kv: Kv::V },
+            (what, kv) => {
+                let text = format!(
+                    "a window shows whole blocks (0) or one plane (1), K (0) or V (1), not {what}, {kv}"
+                );
+                return Err(Refused::bad(text));
+            }
+        };
+        let format = &self.state.formats[&s.format];
+        let part =
+            Part::of(&format.profile, what, page_bytes() as u64).map_err(|e| Refused::bad(e.to_string()))?;
+        let old = Some(ask.window.get()).filter(|w| *w != 0);
+        if let Some(old) = old {
+            let mine = self
+                .state
+                .windows
+                .get(&old)
+                .filter(|h| !h.closing && (h.client, h.session, h.what) == (client, id, what));
+            if mine.is_none() {
+                let text =
+                    format!("window {old} is not a window of {id} over the same part: it may be closed");
+                return Err(Refused::new(Fault::Stale, text));
+            }
+        }
+        self.admit_window(id, s.tenant, old)?;
+        let at = (first - s.head) as usize;
+        let blocks = s.table[at..at + count as usize].to_vec();
+        let read_only = ask.flags.get() & wire::WINDOW_READ_ONLY != 0;
+        let private = |b: &BlockId| match self.state.pool.slot(b.place).map(|s| s.block) {
+            Some(Block::Held { refs, sealed: false, .. }) => refs - self.windows.over(b.place) == 1,
+            _ => false,
+        };
+        let writable = blocks.iter().map(|b| !read_only && private(b)).collect();
+        Ok(Wish {
+            client,
+            tenant: s.tenant,
+            session: id,
+            what,
+            first,
+            blocks,
+            part,
+            slot_bytes: format.cut.slot_bytes,
+            writable,
+            read_only,
+            old,
+            capacity: u64::from(ask.capacity.get()),
+            auto: ask.how.get() == 0,
+        })
+    }
+
+    /// Whether one more window is within the operator's limits. One that is to be replaced makes room for its successor.
+    fn admit_window(&self, id: SessionId, tenant: Tenant, old: Option<u64>) -> Result<(), Refused> {
+        let (mut of_session, mut of_tenant) = (0u32, 0u32);
+        for (window, hold) in &self.state.windows {
+            // One that is closed and still held counts for the tenant, whose device holds it.
+            of_session += u32::from(hold.session == id && !hold.closing && Some(*window) != old);
+            of_tenant += u32::from(hold.tenant == tenant);
+        }
+        let limits = [
+            (of_session, self.policy.windows_per_session, "this session", "limits.windows-per-session"),
+            (of_tenant, self.policy.windows_per_tenant, "this tenant", "limits.windows-per-tenant"),
+            (self.state.windows.len() as u32, self.policy.windows, "the broker", "limits.windows"),
+        ];
+        match limits.into_iter().find(|(count, most, ..)| count >= most) {
+            None => Ok(()),
+            Some((count, most, whose, key)) => {
+                let text = format!(
+                    "{whose} has {count} windows, and {key} is {most}; close some, on the device's side too: those count that a device still holds"
+                );
+                Err(Refused::new(Fault::OverLimit, text).numbers(u64::from(count) + 1, most.into()))
+            }
+        }
+    }
+
+    fn make(&mut self, how: How, wish: &Wish) -> Result<Next, Declined> {
+        match how {
+            How::Run => self.make_run(wish),
+            How::Udmabuf => self.make_udmabuf(wish),
+            How::Iommu => self.make_iommu(wish),
+            How::Bounce => self.make_bounce(wish),
+        }
+    }
+
+    fn make_run(&mut self, wish: &Wish) -> Result<Next, Declined> {
+        let backend = self.heap.backend();
+        if !matches!(backend, Backend::DmaHeap | Backend::Udmabuf) {
+            let text = format!("extents of a {backend} pool are no dma-bufs, so no device imports them");
+            return Err(Declined::new(Fault::BadRequest, text));
+        }
+        let access = self.windows.means.access;
+        if wish.auto && access == Access::Iommu {
+            return Err(Declined::new(
+                Fault::BadRequest,
+                "the device is driven through iommufd, which takes no dma-bufs",
+            ));
+        }
+        if wish.auto && access != Access::Scatter && backend == Backend::Udmabuf {
+            let text = "pages of an extent may be scattered, and pool.device does not say that the device takes that";
+            return Err(Declined::new(Fault::BadRequest, text));
+        }
+        let spans = wish.spans(0..wish.blocks.len());
+        if spans.len() != 1 {
+            let parts = match wish.what {
+                What::Blocks => "blocks",
+                What::Plane { .. } => "planes of blocks",
+            };
+            let text = format!("the {} {parts} lie in {} separate pieces", wish.blocks.len(), spans.len());
+            return Err(Declined::new(Fault::BadRequest, text));
+        }
+        Ok(Next::Ready(self.note(How::Run, wish)))
+    }
+
+    fn make_udmabuf(&mut self, wish: &Wish) -> Result<Next, Declined> {
+        let no = |text: String| Err(Declined::new(Fault::BadRequest, text));
+        if wish.auto {
+            match self.windows.means.access {
+                Access::Scatter => {}
+                Access::Unknown => {
+                    return no("pool.device does not say that the device takes scattered memory".into());
+                }
+                Access::Contiguous => return no("the device must have contiguous memory".into()),
+                Access::Iommu => {
+                    return no("the device is driven through iommufd, which takes no dma-bufs".into());
+                }
+            }
+        }
+        let spans = wish.spans(0..wish.blocks.len());
+        let Some(pieces) = self.pieces(&spans) else {
+            let backend = self.heap.backend();
+            return no(format!("the kernel joins ranges of memfds only, and this pool is {backend}"));
+        };
+        if wish.read_only || wish.writable.contains(&false) {
+            let which = wish.writable.iter().position(|w| !w).map_or(0, |i| wish.first as usize + i);
+            return no(format!(
+                "a udmabuf is always writable, and block {which} may not be written by the device: make it the session's own first (writable), or use a read-only iommu window"
+            ));
+        }
+        let udmabuf = self.windows.means.udmabuf.clone();
+        let udmabuf = udmabuf.map_err(|why| Declined::new(Fault::BadRequest, why))?;
+        let window = self.note(How::Udmabuf, wish);
+        let pending = self.pending(wish, How::Udmabuf, Some(window), None);
+        Ok(Next::Work(Making::Join(udmabuf, pieces), pending))
+    }
+
+    fn make_iommu(&mut self, wish: &Wish) -> Result<Next, Declined> {
+        let device = self.windows.means.iommu.clone();
+        let device = device.map_err(|why| Declined::new(Fault::BadRequest, why))?;
+        let backend = self.heap.backend();
+        let spans = wish.spans(0..1);
+        if self.pieces(&spans).is_none() {
+            let text = format!("iommufd maps memfds only, and this pool is {backend}");
+            return Err(Declined::new(Fault::BadRequest, text));
+        }
+        if !self.windows.spaces.contains_key(&wish.tenant) {
+            let pending = self.pending(wish, How::Iommu, None, None);
+            return Ok(Next::Work(Making::Bind(device), pending));
+        }
+        if let Some(grown) = self.grow_in_place(wish) {
+            return Ok(grown);
+        }
+        let tenant = self.windows.spaces.get_mut(&wish.tenant).expect("just looked at");
+        let wanted = match wish.capacity {
+            0 => wish.bytes().saturating_mul(GROWTH),
+            blocks => blocks.max(wish.blocks.len() as u64).saturating_mul(wish.part.bytes),
+        };
+        // Large ranges at large borders, so that the IOMMU can use large entries where memory allows.
+        let align = (page_bytes() as u64).max(if wanted >= 2 << 20 { 2 << 20 } else { 4096 });
+        let (space, taken) = (tenant.space.clone(), tenant.iovas.take(wanted, align));
+        let (iova, reserved) = match taken {
+            Some(iova) => (iova, wanted),
+            None => match tenant.iovas.take(wish.bytes(), page_bytes() as u64) {
+                Some(iova) => (iova, wish.bytes()),
+                None => {
+                    let text = format!(
+                        "{} bytes of device addresses are not left beside {} windows of this tenant; close some",
+                        wish.bytes(),
+                        tenant.iovas.count()
+                    );
+                    return Err(Declined::new(Fault::Busy, text));
+                }
+            },
+        };
+        let window = self.note(How::Iommu, wish);
+        let object = Object::Mapped { space: space.clone(), iova, reserved, mappings: Vec::new() };
+        self.windows.objects.insert(window, object);
+        let segments = self.segments(wish, 0);
+        let pending = self.pending(wish, How::Iommu, Some(window), None);
+        Ok(Next::Work(Making::Map(space, iova, segments), pending))
+    }
+
+    /// Maps only what is new, behind what is there, if the old window has the addresses for it.
+    fn grow_in_place(&mut self, wish: &Wish) -> Option<Next> {
+        let old = wish.old?;
+        let hold = &self.state.windows[&old];
+        let had = hold.blocks.len();
+        if hold.first != wish.first || !wish.blocks.starts_with(&hold.blocks) {
+            return None;
+        }
+        let Some(Object::Mapped { space, iova, reserved, .. }) = self.windows.objects.get(&old) else {
+            return None;
+        };
+        if wish.bytes() > *reserved {
+            return None;
+        }
+        if had == wish.blocks.len() {
+            return Some(Next::Ready(old));
+        }
+        let (space, at) = (space.clone(), iova + had as u64 * wish.part.bytes);
+        let segments = self.segments(wish, had);
+        let new = wish.blocks[had..].to_vec();
+        for block in &new {
+            self.cover(*block);
+        }
+        self.state.windows.get_mut(&old).expect("just looked at").blocks.extend(new);
+        let pending = self.pending(wish, How::Iommu, Some(old), Some(had));
+        Some(Next::Work(Making::Map(space, at, segments), pending))
+    }
+
+    fn make_bounce(&mut self, wish: &Wish) -> Result<Next, Declined> {
+        let staging = self.windows.means.staging.clone();
+        let staging = staging.map_err(|why| Declined::new(Fault::BadRequest, why))?;
+        if wish.auto && self.windows.means.access == Access::Iommu {
+            let text = "the device is driven through iommufd, which takes no dma-bufs";
+            return Err(Declined::new(Fault::BadRequest, text));
+        }
+        if self.windows.staging.contains_key(&wish.client) {
+            return Ok(Next::Ready(self.note(How::Bounce, wish)));
+        }
+        let out = (self.windows.staging.len() + self.windows.leaving.len()) as u64;
+        let asked = self.windows.pending.values().filter(|p| p.how == How::Bounce).count() as u64;
+        let (needed, total) = ((out + asked + 1) * staging.bytes, staging.total);
+        if needed > total {
+            let text = format!(
+                "{out} processes have staging buffers of {} bytes, and device.staging-total is {total}; they come free when those close their windows",
+                staging.bytes
+            );
+            return Err(Declined::new(Fault::Busy, text));
+        }
+        let pending = self.pending(wish, How::Bounce, None, None);
+        Ok(Next::Work(Making::Stage(staging.heap, staging.bytes), pending))
+    }
+
+    fn pending(&self, wish: &Wish, how: How, window: Option<u64>, before: Option<usize>) -> Pending {
+        Pending { client: wish.client, tenant: wish.tenant, how, window, before }
+    }
+
+    /// Where spans are; `None` unless all extents are memfds.
+    fn pieces(&self, spans: &[Span]) -> Option<Vec<Piece>> {
+        let piece = |s: &Span| {
+            let buffer = self.buffers.get(&s.extent)?.clone();
+            buffer.memfd()?;
+            Some(Piece { buffer, offset: s.offset, bytes: s.bytes })
+        };
+        spans.iter().map(piece).collect()
+    }
+
+    /// The blocks from `from` on, cut where the device's right to write changes.
+    fn segments(&self, wish: &Wish, from: usize) -> Vec<(Vec<Piece>, bool)> {
+        let mut segments = Vec::new();
+        let mut start = from;
+        while start < wish.blocks.len() {
+            let may = wish.writable[start];
+            let end =
+                (start..wish.blocks.len()).find(|&i| wish.writable[i] != may).unwrap_or(wish.blocks.len());
+            let pieces = self.pieces(&wish.spans(start..end)).expect("all extents of a pool are of one kind");
+            segments.push((pieces, may));
+            start = end;
+        }
+        segments
+    }
+
+    /// Writes a window down and takes its references.
+    fn note(&mut self, how: How, wish: &Wish) -> u64 {
+        let window = self.state.next_window;
+        self.state.next_window += 1;
+        // Staged bytes are copies: their blocks may go wherever they like.
+        let blocks = if how == How::Bounce { Vec::new() } else { wish.blocks.clone() };
+        blocks.iter().for_each(|b| self.cover(*b));
+        let hold = Hold {
+            client: wish.client,
+            tenant: wish.tenant,
+            session: wish.session,
+            how,
+            what: wish.what,
+            first: wish.first,
+            blocks,
+            closing: false,
+            orphan: false,
+        };
+        self.state.windows.insert(window, hold);
+        if let Some(old) = wish.old {
+            // Its successor is over the same blocks, so nothing of it is free meanwhile.
+            self.windows.replaced.insert(window, old);
+        }
+        window
+    }
+
+    fn cover(&mut self, block: BlockId) {
+        self.share(block);
+        *self.windows.cover.entry(block.place).or_default() += 1;
+    }
+
+    fn uncover(&mut self, block: BlockId, hold: (ClientId, SessionId)) {
+        if let Some(count) = self.windows.cover.get_mut(&block.place) {
+            *count -= 1;
+            if *count == 0 {
+                self.windows.cover.remove(&block.place);
+            }
+        }
+        // A client that has lost the session may still write there: then the block waits for its word, as those do that
+        // were under no window.
+        let (client, session) = hold;
+        let lost = self.state.clients.get(&client).is_some_and(|c| c.lost.contains_key(&session));
+        if lost && self.state.pool.suspect(block.place, client) {
+            let kept = self.state.clients.get_mut(&client).and_then(|c| c.lost.get_mut(&session));
+            kept.expect("just looked at").push(block);
+            return;
+        }
+        self.let_go(block, None);
+    }
+
+    fn window_reply(&mut self, window: u64, declined: &[(How, Declined)]) -> Reply {
+        if let Some(old) = self.windows.replaced.remove(&window) {
+            self.close_window(old, false);
+        }
+        let hold = &self.state.windows[&window];
+        let (how, client, tenant) = (hold.how, hold.client, hold.tenant);
+        let format = &self.state.formats[&self.state.sessions[&hold.session].format];
+        let part =
+            Part::of(&format.profile, hold.what, page_bytes() as u64).expect("checked when it was made");
+        let bytes = part.bytes * hold.blocks.len() as u64;
+        let mut made = wire::WindowMade { window: window.into(), bytes: bytes.into(), ..Default::default() };
+        made.how = how.code().into();
+        made.capacity = bytes.into();
+        let mut descriptors = Vec::new();
+        let mut flags = 0;
+        match how {
+            How::Run => {
+                let first = Span::at(hold.blocks[0].place, format.cut.slot_bytes, part);
+                made.extent = first.extent.0.into();
+                made.offset = first.offset.into();
+            }
+            How::Udmabuf => {
+                if let Some(Object::Buffer(fd)) = self.windows.objects.get(&window) {
+                    descriptors.push(fd.clone());
+                    flags |= wire::WINDOW_BUFFER;
+                }
+            }
+            How::Iommu => {
+                if let Some(Object::Mapped { iova, reserved, .. }) = self.windows.objects.get(&window) {
+                    made.address = (*iova).into();
+                    made.capacity = (*reserved).into();
+                }
+                if let Some(space) = self.windows.spaces.get_mut(&tenant) {
+                    if space.sent.insert(client) {
+                        descriptors.push(space.handle.clone());
+                        flags |= wire::WINDOW_DEVICE;
+                    }
+                }
+            }
+            How::Bounce => {
+                if let Some(buffer) = self.windows.staging.get(&client) {
+                    made.bytes = buffer.bytes().into();
+                    made.capacity = buffer.bytes().into();
+                    if let Some(copy) = buffer.fd().and_then(|fd| fd.try_clone_to_owned().ok()) {
+                        descriptors.push(Arc::new(copy));
+                        flags |= wire::WINDOW_BUFFER;
+                    }
+                }
+            }
+        }
+        made.flags = flags.into();
+        let mut reply = Reply { descriptors, ..Reply::default() };
+        reply.body.put(&made);
+        let words: Vec<String> = declined.iter().map(|(how, why)| format!("{how}: {}", why.text)).collect();
+        reply.body.put(words.join("\n").as_bytes());
+        reply
+    }
+
+    /// The verb `close window`.
+    pub(super) fn end_window(&mut self, client: ClientId, mut r: Reader<'_>) -> Result<Answer, Refused> {
+        let window = r.one::<wire::CloseWindow>()?.window.get();
+        r.end()?;
+        if !self.state.windows.get(&window).is_some_and(|h| h.client == client && !h.closing) {
+            return Err(Refused::new(Fault::Stale, format!("window {window} is not on this connection")));
+        }
+        self.close_window(window, false);
+        Ok(Answer::Now(Reply::default()))
+    }
+
+    /// A window's owner is done with it, or gone (`orphan`): its blocks are let go as soon as nobody reaches them.
+    fn close_window(&mut self, window: u64, orphan: bool) {
+        let Some(hold) = self.state.windows.get_mut(&window) else { return };
+        hold.orphan |= orphan;
+        if hold.closing {
+            return;
+        }
+        hold.closing = true;
+        let client = hold.client;
+        if self.windows.pending.values().any(|p| p.window == Some(window)) {
+            // The worker is at it: when it is done, this goes on.
+            return;
+        }
+        match self.windows.objects.get_mut(&window) {
+            Some(Object::Mapped { space, iova, mappings, .. }) => {
+                let (space, iova, mappings) = (space.clone(), *iova, std::mem::take(mappings));
+                self.windows.objects.insert(window, Object::Leaving { iova });
+                let ticket = self.next_ticket;
+                self.next_ticket += 1;
+                let tenant = self.state.windows[&window].tenant;
+                let pending = Pending { client, tenant, how: How::Iommu, window: Some(window), before: None };
+                self.windows.pending.insert(ticket, pending);
+                self.jobs.push_back(Job::Window { ticket, making: Making::Unmap(space, mappings) });
+            }
+            Some(Object::Leaving { .. }) => {}
+            Some(Object::Buffer(_)) | None => {
+                self.windows.patience = Some(RECHECK.0);
+                self.reap(window);
+            }
+        }
+        self.drop_staging(client);
+    }
+
+    /// A process whose last staged window is closed needs no buffer.
+    fn drop_staging(&mut self, client: ClientId) {
+        let staged = |h: &Hold| h.client == client && h.how == How::Bounce && !h.closing;
+        if self.state.windows.values().any(staged) {
+            return;
+        }
+        if let Some(buffer) = self.windows.staging.remove(&client) {
+            self.windows.leaving.push(buffer);
+            self.windows.patience = Some(RECHECK.0);
+        }
+    }
+
+    /// Ends a closed window if nobody can reach its blocks through it any more.
+    fn reap(&mut self, window: u64) {
+        let Some(hold) = self.state.windows.get(&window).filter(|h| h.closing) else { return };
+        let free = match (hold.how, self.windows.objects.get(&window)) {
+            (How::Bounce, _) => true,
+            // Its owner has said that the device is done; only the owner's word can be had while it lives, and nobody
+            // else's needs to. Of an owner that is gone, the extent itself must be free of holders.
+            (How::Run, _) => !hold.orphan || hold.blocks.iter().all(|b| self.is_only_ours(b.place)),
+            (_, Some(Object::Buffer(fd))) => (self.windows.count.0)(fd.as_fd()) == Some(1),
+            // Made by an earlier run of the broker, or on its way: no proof.
+            _ => false,
+        };
+        if free {
+            self.forget_window(window);
+        }
+    }
+
+    fn is_only_ours(&self, place: Place) -> bool {
+        self.buffers.get(&place.extent).is_none_or(|b| b.is_only_ours())
+    }
+
+    fn forget_window(&mut self, window: u64) {
+        if let Some(Object::Mapped { iova, .. } | Object::Leaving { iova }) =
+            self.windows.objects.remove(&window)
+        {
+            let tenant = self.state.windows[&window].tenant;
+            if let Some(space) = self.windows.spaces.get_mut(&tenant) {
+                space.iovas.give(iova);
+            }
+        }
+        self.windows.replaced.remove(&window);
+        let Some(hold) = self.state.windows.remove(&window) else { return };
+        for block in hold.blocks.into_iter().rev() {
+            self.uncover(block, (hold.client, hold.session));
+        }
+    }
+
+    /// Closes the windows of a session whose table no longer has what is under them.
+    pub(super) fn check_windows(&mut self, id: SessionId) {
+        let table = self.state.sessions.get(&id);
+        let stands = |h: &Hold| {
+            let of = |i: usize| table.and_then(|s| s.block(h.first + i as u32));
+            h.blocks.iter().enumerate().all(|(i, b)| of(i) == Some(*b)) && table.is_some()
+        };
+        let mine = self.state.windows.iter().filter(|(_, h)| h.session == id && !h.closing);
+        let gone: Vec<u64> = mine.filter(|(_, h)| !stands(h)).map(|(w, _)| *w).collect();
+        for window in gone {
+            self.close_window(window, false);
+        }
+    }
+
+    /// The owner of windows is gone.
+    pub(super) fn orphan_windows(&mut self, client: ClientId) {
+        let mine = self.state.windows.iter().filter(|(_, h)| h.client == client);
+        for window in mine.map(|(w, _)| *w).collect::<Vec<_>>() {
+            self.close_window(window, true);
+        }
+        self.drop_staging(client);
+        for space in self.windows.spaces.values_mut() {
+            space.sent.remove(&client);
+        }
+    }
+
+    /// After how long [`recheck_windows`](Self::recheck_windows) is to be called; `None` while nothing waits for it.
+    pub fn recheck_after(&self) -> Option<Duration> {
+        self.windows.patience
+    }
+
+    /// Looks again at what somebody may still hold.
+    pub fn recheck_windows(&mut self) {
+        let closing = self.state.windows.iter().filter(|(_, h)| h.closing).map(|(w, _)| *w);
+        for window in closing.collect::<Vec<_>>() {
+            self.reap(window);
+        }
+        self.windows.leaving.retain(|b| !b.is_only_ours());
+        // What the kernel is to take out of a device's reach is told by the worker, not found by looking.
+        let objects = &self.windows.objects;
+        let waits = |w: &u64, h: &Hold| h.closing && !matches!(objects.get(w), Some(Object::Leaving { .. }));
+        let left = self.state.windows.iter().any(|(w, h)| waits(w, h)) || !self.windows.leaving.is_empty();
+        self.windows.patience = left.then(|| {
+            let before = self.windows.patience.unwrap_or(RECHECK.0);
+            (before * 2).clamp(RECHECK.0, RECHECK.1)
+        });
+        self.settle();
+    }
+
+    /// A device in whose address space nothing is any more, and that no client has, is nobody's: the broker lets go of it, and
+    /// whoever binds it next proves that all others have.
+    pub(super) fn let_go_of_devices(&mut self) {
+        let used: BTreeSet<Tenant> = self
+            .state
+            .windows
+            .values()
+            .filter(|h| h.how == How::Iommu)
+            .map(|h| h.tenant)
+            .chain(self.windows.pending.values().map(|p| p.tenant))
+            .collect();
+        self.windows.spaces.retain(|tenant, s| !s.sent.is_empty() || used.contains(tenant));
+    }
+
+    /// The worker is done with something for a window.
+    pub(super) fn window_made(&mut self, ticket: u64, result: Result<Made, Declined>) {
+        let Some(p) = self.windows.pending.remove(&ticket) else { return };
+        let (client, connected) = (p.client, self.state.clients.contains_key(&p.client));
+        let closing = p.window.is_some_and(|w| self.state.windows.get(&w).is_none_or(|h| h.closing));
+        match (result, p.window) {
+            (Ok(Made::Bound(space, handle, allowed)), _) => {
+                if connected {
+                    let bits = self.windows.means.iommu.as_ref().map_or(32, |d| d.bits);
+                    let (space, iovas) = (Arc::new(space), Iovas::new(&allowed, bits));
+                    let sent = BTreeSet::new();
+                    self.windows.spaces.insert(p.tenant, TenantSpace { space, handle, iovas, sent });
+                }
+                self.window_again(client, None, None);
+            }
+            (Ok(Made::Staged(buffer)), _) => {
+                if connected {
+                    self.windows.staging.insert(client, Arc::new(buffer));
+                }
+                self.window_again(client, None, None);
+            }
+            (Ok(Made::Joined(fd)), Some(window)) => {
+                self.windows.objects.insert(window, Object::Buffer(Arc::new(fd)));
+                self.made_or_closed(client, window, closing);
+            }
+            (Ok(Made::Mapped(new)), Some(window)) => {
+                if let Some(Object::Mapped { mappings, .. }) = self.windows.objects.get_mut(&window) {
+                    mappings.extend(new);
+                }
+                self.made_or_closed(client, window, closing);
+            }
+            (Ok(Made::Unmapped), Some(window)) => self.forget_window(window),
+            (Ok(_), None) => {}
+            (Err(why), Some(window))
+                if matches!(self.windows.objects.get(&window), Some(Object::Leaving { .. })) =>
+            {
+                log::error!(
+                    "window {window} cannot be taken out of the device's reach: {}; its blocks stay out of use",
+                    why.text
+                );
+            }
+            (Err(why), window) => {
+                if let Some(window) = window {
+                    match p.before {
+                        Some(before) => self.ungrow(window, before),
+                        None => self.forget_window(window),
+                    }
+                    if closing && p.before.is_some() {
+                        self.made_or_closed(client, window, true);
+                    }
+                }
+                self.window_again(client, Some((p.how, why)), None);
+            }
+        }
+    }
+
+    fn ungrow(&mut self, window: u64, before: usize) {
+        let Some(hold) = self.state.windows.get_mut(&window) else { return };
+        let whose = (hold.client, hold.session);
+        for block in hold.blocks.split_off(before) {
+            self.uncover(block, whose);
+        }
+    }
+
+    fn made_or_closed(&mut self, client: ClientId, window: u64, closing: bool) {
+        if closing {
+            // It was closed while the worker was at it: now it can really be.
+            if let Some(hold) = self.state.windows.get_mut(&window) {
+                hold.closing = false;
+            }
+            let orphan = self.state.windows.get(&window).is_some_and(|h| h.orphan);
+            self.close_window(window, orphan);
+            // Whoever still waits for it is told what became of its session.
+            self.window_again(client, None, None);
+        } else {
+            self.window_again(client, None, Some(window));
+        }
+    }
+
+    /// The request of a client that waited for the worker goes on.
+    fn window_again(&mut self, client: ClientId, declined: Option<(How, Declined)>, ready: Option<u64>) {
+        let Some(Waiting::Window { message, declined: mut before }) = self.waiting.remove(&client) else {
+            return;
+        };
+        before.extend(declined);
+        let Ok((header, body)) = wire::split(&message) else { return };
+        let (session, sequence) = (SessionId(header.session.get()), header.sequence.get());
+        let resume = Resume { declined: before, ready };
+        match self.window(client, session, Reader::new(Verb::Window.name(), body), resume) {
+            Ok(Answer::Now(reply)) => self.reply(client, Verb::Window, sequence, reply),
+            Ok(Answer::Making { declined }) => {
+                self.waiting.insert(client, Waiting::Window { message, declined });
+            }
+            Ok(Answer::Later) => unreachable!("a window never waits for extents"),
+            Err(why) => self.refuse(client, Verb::Window as u16, sequence, &why),
+        }
+    }
+
+    /// References that windows have, by place; what is wrong with them otherwise.
+    pub(super) fn window_refs(&self) -> Result<BTreeMap<Place, u32>, String> {
+        let mut refs: BTreeMap<Place, u32> = BTreeMap::new();
+        for (id, h) in &self.state.windows {
+            if !h.closing && !self.state.sessions.contains_key(&h.session) {
+                return Err(format!("window {id} is open without its {}", h.session));
+            }
+            for block in &h.blocks {
+                *refs.entry(block.place).or_default() += 1;
+                if !matches!(self.state.pool.check_claim(*block), Ok(Block::Held { .. })) {
+                    return Err(format!("{block} under window {id} is not held"));
+                }
+            }
+        }
+        if refs != self.windows.cover {
+            return Err("the count of windows over each place differs from the windows".into());
+        }
+        Ok(refs)
+    }
+
+    /// Bytes of staging buffers, of which the pool knows nothing.
+    pub(super) fn staging_bytes(&self) -> u64 {
+        self.windows.staging.values().chain(&self.windows.leaving).map(|b| b.bytes()).sum()
+    }
+
+    /// Windows that are open, and closed ones whose blocks somebody may still reach.
+    pub fn window_counts(&self) -> (usize, usize) {
+        let closing = self.state.windows.values().filter(|h| h.closing).count();
+        (self.state.windows.len() - closing, closing)
+    }
+}

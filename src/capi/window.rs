@@ -1,0 +1,388 @@
+//! Windows for devices.
+//!
+//! Owns their handles, and the batches in hand. Invariant: as with sessions, one call at a time uses a window, and whoever
+//! comes second is told.
+
+use std::ffi::c_char;
+use std::os::fd::{AsRawFd, IntoRawFd};
+use std::sync::{Mutex, MutexGuard, TryLockError};
+
+use super::client::{layer_number, versioned};
+use super::error::Code;
+use super::process::Birth;
+use super::session::{self, kv, kvb_session};
+use super::sized::{self, Versioned};
+use super::{Failure, aligned, at, border, count, hand_out, number, status, take_back};
+use crate::client::{Batch, GroupedSession, Session, Window, WindowOptions, WindowPlace};
+use crate::window::{How, What};
+
+/// A window, with the halves of the staging buffer that it has.
+#[derive(Debug)]
+pub struct kvb_window {
+    birth: Birth,
+    inner: Mutex<Inner>,
+}
+
+#[derive(Debug)]
+struct Inner {
+    window: Window,
+    /// Of the session.
+    group: usize,
+    batches: [Option<Batch>; 2],
+}
+
+/// `kvb_window_options.flags`: the device may not write.
+const READ_ONLY: u32 = 1;
+
+versioned! {
+    /// See the header.
+    struct kvb_window_options {
+        first: u64,
+        end: u64,
+        capacity: u64,
+        how: u32,
+        what: u32,
+        layer: u32,
+        kv: u32,
+        flags: u32,
+        reserved: u32,
+    }
+
+    /// See the header.
+    struct kvb_window_info {
+        bytes: u64,
+        offset: u64,
+        address: u64,
+        first: u64,
+        end: u64,
+        batch_bytes: u64,
+        requests: u64,
+        how: u32,
+        fd: i32,
+    }
+
+    /// See the header.
+    struct kvb_batch {
+        at: u64,
+        offset: u64,
+        bytes: u64,
+        half: u32,
+        reserved: u32,
+    }
+}
+
+impl kvb_window {
+    /// # Safety
+    /// `handle` is NULL or a window that is not closed.
+    unsafe fn lock<'a>(handle: *const kvb_window) -> Result<MutexGuard<'a, Inner>, Failure> {
+        // SAFETY: passed on to the caller.
+        let window = unsafe { at(handle, "window")? };
+        window.birth.here()?;
+        window.inner.try_lock().map_err(|e| match e {
+            TryLockError::WouldBlock => Failure::new(Code::InUse, "another thread uses this window"),
+            TryLockError::Poisoned(_) => Failure::new(
+                Code::Internal,
+                "an earlier call on this window met a defect of the library: close it",
+            ),
+        })
+    }
+}
+
+/// The session of the window's group, for changing.
+fn of_group<'a>(session: &'a mut GroupedSession, inner: &Inner) -> Result<&'a mut Session, Failure> {
+    session.group_mut(inner.group).ok_or_else(other_model)
+}
+
+/// The same, for reading.
+fn in_group<'a>(session: &'a GroupedSession, inner: &Inner) -> Result<&'a Session, Failure> {
+    session.groups().get(inner.group).ok_or_else(other_model)
+}
+
+fn other_model() -> Failure {
+    Failure::invalid("the window is of another session, with other layer groups")
+}
+
+impl Inner {
+    fn held(&self) -> Option<&Batch> {
+        self.batches.iter().flatten().next()
+    }
+
+    fn batch(&mut self, named: &kvb_batch) -> Result<&mut Option<Batch>, Failure> {
+        let gone = || Failure::invalid(format!("this window has no batch in half {} now", named.half));
+        let slot = self.batches.get_mut(named.half as usize).ok_or_else(gone)?;
+        match slot {
+            Some(batch) if batch.at() as u64 == named.at => Ok(slot),
+            _ => Err(gone()),
+        }
+    }
+
+    /// # Safety
+    /// `out` has been checked.
+    unsafe fn hand_out_batch(&mut self, batch: Option<Batch>, out: *mut kvb_batch) -> Result<(), Failure> {
+        let in_hand = || {
+            Failure::new(Code::InUse, "this window has a half, and the other is another's: release it first")
+        };
+        let batch = batch.ok_or_else(in_hand)?;
+        let told = kvb_batch {
+            size: 0,
+            at: batch.at() as u64,
+            offset: batch.offset() as u64,
+            bytes: batch.bytes() as u64,
+            half: batch.half() as u32,
+            reserved: 0,
+        };
+        // SAFETY: passed on to the caller.
+        unsafe { sized::write(out, "kvb_batch", told)? };
+        let half = batch.half();
+        self.batches[half] = Some(batch);
+        Ok(())
+    }
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_session_window(
+    session: *mut kvb_session,
+    options: *const kvb_window_options,
+    out: *mut *mut kvb_window,
+) -> i32 {
+    status(|| {
+        aligned(out, "out")?;
+        aligned(options, "options")?;
+        // SAFETY: the header asks for a handle that is not closed, and for options whose `size` bytes are there.
+        let (mut session, given) =
+            unsafe { (session::write(session)?, sized::read(options, "kvb_window_options")?) };
+        let tokens = number(given.first, "first")?..number(given.end, "end")?;
+        // Layers go by their number in the model; a window is over the blocks of one group of them.
+        let layer = layer_number(session.profile(), given.layer)?;
+        let no_layer = || Failure::invalid(format!("there is no layer {}", given.layer));
+        let (group, index) = session.profile().place_of(layer).ok_or_else(no_layer)?;
+        let what = match given.what {
+            0 => What::Blocks,
+            1 => What::Plane { layer: index as u32, kv: kv(given.kv)? },
+            other => {
+                let text = format!("what {other}: KVB_WHOLE_BLOCKS is 0, KVB_ONE_PLANE is 1");
+                return Err(Failure::invalid(text));
+            }
+        };
+        let how = match given.how {
+            0 => None,
+            code => Some(How::from_code(code).ok_or_else(|| {
+                Failure::invalid(format!("how {code}: KVB_WINDOW_AUTO is 0, the ways are 1 to 4"))
+            })?),
+        };
+        if given.flags & !READ_ONLY != 0 || given.reserved != 0 {
+            return Err(Failure::invalid(format!(
+                "kvb_window_options: flags {:#x} are not known",
+                given.flags
+            )));
+        }
+        let capacity = Some(number(given.capacity, "capacity")?).filter(|c| *c > 0);
+        let options = WindowOptions { how, read_only: given.flags & READ_ONLY != 0, capacity };
+        let one = session.group_mut(group).ok_or_else(no_layer)?;
+        let window = one.window_with(tokens, what, options)?;
+        let inner = Mutex::new(Inner { window, group, batches: [None, None] });
+        // SAFETY: checked first of all.
+        unsafe { hand_out(out, kvb_window { birth: Birth::now(), inner }) };
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_window_close(window: *mut kvb_window) -> i32 {
+    status(|| {
+        if window.is_null() {
+            return Ok(());
+        }
+        // SAFETY: the header asks for a handle that is not closed, and takes it.
+        unsafe {
+            at(window, "window")?.birth.here()?;
+            if let Err(TryLockError::WouldBlock) = (*window).inner.try_lock() {
+                return Err(Failure::new(Code::InUse, "another thread uses this window"));
+            }
+            take_back(window);
+        }
+        Ok(())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_window_extend(
+    window: *mut kvb_window,
+    session: *mut kvb_session,
+    end: u64,
+) -> i32 {
+    status(|| {
+        // SAFETY: the header asks for handles that are not closed.
+        let (mut inner, mut session) = unsafe { (kvb_window::lock(window)?, session::write(session)?) };
+        if inner.held().is_some() {
+            return Err(Failure::invalid(
+                "a window with a batch in hand cannot be extended: release it first",
+            ));
+        }
+        let session = of_group(&mut session, &inner)?;
+        Ok(session.extend_window(&mut inner.window, number(end, "end")?)?)
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_window_is_current(
+    window: *const kvb_window,
+    session: *const kvb_session,
+) -> i32 {
+    border(|| {
+        // SAFETY: the header asks for handles that are not closed.
+        let (inner, session) = unsafe { (kvb_window::lock(window)?, session::read(session)?) };
+        Ok(i64::from(in_group(&session, &inner)?.is_current(&inner.window)))
+    }) as i32
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_window_get_info(window: *const kvb_window, out: *mut kvb_window_info) -> i32 {
+    status(|| {
+        // SAFETY: the header asks for a handle that is not closed.
+        let inner = unsafe { kvb_window::lock(window)? };
+        aligned(out, "out")?;
+        let (window, tokens) = (&inner.window, inner.window.tokens());
+        let mut info = kvb_window_info {
+            size: 0,
+            bytes: window.bytes() as u64,
+            offset: 0,
+            address: 0,
+            first: tokens.start as u64,
+            end: tokens.end as u64,
+            batch_bytes: 0,
+            requests: window.requests(),
+            how: window.how().code(),
+            fd: -1,
+        };
+        match window.place() {
+            WindowPlace::Buffer { fd, offset, .. } => {
+                (info.fd, info.offset) = (fd.as_raw_fd(), offset as u64);
+            }
+            WindowPlace::Address { iova, .. } => info.address = iova,
+            WindowPlace::Staging { fd, batch, .. } => {
+                (info.fd, info.batch_bytes) = (fd.as_raw_fd(), batch as u64);
+            }
+        }
+        // SAFETY: the header asks for a structure whose `size` bytes are there.
+        unsafe { sized::write(out, "kvb_window_info", info) }
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_window_declined(
+    window: *const kvb_window,
+    text: *mut c_char,
+    size: usize,
+) -> i64 {
+    border(|| {
+        // SAFETY: the header asks for a handle that is not closed.
+        let inner = unsafe { kvb_window::lock(window)? };
+        let lines: Vec<String> =
+            inner.window.declined().iter().map(|(h, why)| format!("{h}: {why}")).collect();
+        let lines = lines.join("\n");
+        if size > 0 {
+            aligned(text, "text")?;
+            let mut end = lines.len().min(size - 1);
+            while !lines.is_char_boundary(end) {
+                end -= 1;
+            }
+            // SAFETY: the header asks for `size` bytes; `end` is below that, and leaves room for the zero.
+            unsafe {
+                text.cast::<u8>().copy_from_nonoverlapping(lines.as_ptr(), end);
+                text.add(end).write(0);
+            }
+        }
+        count(lines.len())
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_window_take_device(window: *mut kvb_window) -> i32 {
+    border(|| {
+        // SAFETY: the header asks for a handle that is not closed.
+        let device = unsafe { kvb_window::lock(window)? }.window.take_device();
+        let none = "no device came with this window: it comes with a process's first iommu window";
+        Ok(device.ok_or_else(|| Failure::new(Code::Unsupported, none))?.into_raw_fd().into())
+    }) as i32
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_window_load(
+    window: *mut kvb_window,
+    session: *const kvb_session,
+    at: u64,
+    out: *mut kvb_batch,
+) -> i32 {
+    status(|| {
+        aligned(out, "out")?;
+        // SAFETY: the header asks for handles that are not closed, and for a structure whose `size` bytes are there.
+        unsafe {
+            sized::check(out, "kvb_batch")?;
+            let (mut inner, session) = (kvb_window::lock(window)?, session::read(session)?);
+            let batch = in_group(&session, &inner)?.load(&inner.window, inner.held(), number(at, "at")?)?;
+            inner.hand_out_batch(batch, out)
+        }
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_window_batch(
+    window: *mut kvb_window,
+    session: *const kvb_session,
+    at: u64,
+    out: *mut kvb_batch,
+) -> i32 {
+    status(|| {
+        aligned(out, "out")?;
+        // SAFETY: as in kvb_window_load.
+        unsafe {
+            sized::check(out, "kvb_batch")?;
+            let (mut inner, session) = (kvb_window::lock(window)?, session::read(session)?);
+            let batch = in_group(&session, &inner)?.batch(&inner.window, inner.held(), number(at, "at")?)?;
+            inner.hand_out_batch(batch, out)
+        }
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_window_drain(
+    window: *mut kvb_window,
+    session: *mut kvb_session,
+    batch: *const kvb_batch,
+) -> i32 {
+    status(|| {
+        aligned(batch, "batch")?;
+        // SAFETY: as in kvb_window_load.
+        let (mut inner, mut session, named) = unsafe {
+            (kvb_window::lock(window)?, session::write(session)?, sized::read(batch, "kvb_batch")?)
+        };
+        inner.batch(&named)?;
+        let session = of_group(&mut session, &inner)?;
+        let Inner { window, batches, .. } = &*inner;
+        // Just found there.
+        batches[named.half as usize].iter().try_for_each(|batch| Ok(session.drain(window, batch)?))
+    })
+}
+
+/// See the header.
+#[unsafe(no_mangle)]
+pub unsafe extern "C" fn kvb_window_release(window: *mut kvb_window, batch: *const kvb_batch) -> i32 {
+    status(|| {
+        aligned(batch, "batch")?;
+        // SAFETY: as in kvb_window_load.
+        let (mut inner, named) = unsafe { (kvb_window::lock(window)?, sized::read(batch, "kvb_batch")?) };
+        *inner.batch(&named)? = None;
+        Ok(())
+    })
+}

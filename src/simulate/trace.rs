@@ -1,0 +1,119 @@
+//! Traces of requests in the format that the Mooncake project publishes.
+//!
+//! Owns nothing. Invariant: a trace that is read has times that never go back, and for each request the ids of its
+//! prompt's blocks, the last of which may be partial; anything else is an error that names the line.
+//!
+//! One JSON object per line: `timestamp` in ms, `input_length` and `output_length` in tokens, and `hash_ids`, one for
+//! each block of 512 tokens of the prompt; equal ids mean equal tokens after equal tokens.
+//! (FAST'25 release of the Mooncake traces; other fields are ignored.)
+
+use std::io::{self, BufRead, Write};
+
+use serde::{Deserialize, Serialize};
+use thiserror::Error;
+
+/// Tokens that one id of a published trace stands for.
+pub const TRACE_BLOCK: u32 = 512;
+
+/// One request.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct Request {
+    /// When it comes, in milliseconds from the start.
+    pub timestamp: u64,
+    /// Tokens of the prompt.
+    pub input_length: u64,
+    /// Tokens of the answer.
+    pub output_length: u64,
+    /// Names of the prompt's blocks; the last one may be partial.
+    pub hash_ids: Vec<u64>,
+}
+
+/// Why something is no trace.
+#[derive(Debug, Error)]
+#[allow(missing_docs)]
+pub enum TraceError {
+    #[error("line {line}: {source}")]
+    Read { line: u64, source: io::Error },
+    #[error("line {line} is no request: {source}")]
+    Json { line: u64, source: serde_json::Error },
+    #[error("line {line}: {ids} hash ids for {tokens} tokens, {needed} are needed at {block} tokens each")]
+    Ids { line: u64, ids: usize, tokens: u64, needed: u64, block: u32 },
+    #[error("line {line}: the time goes back from {before} to {after} ms")]
+    Time { line: u64, before: u64, after: u64 },
+    #[error("the trace is empty")]
+    Empty,
+}
+
+/// Reads a trace whose ids stand for `block` tokens each.
+pub fn read(from: impl BufRead, block: u32) -> Result<Vec<Request>, TraceError> {
+    let mut requests: Vec<Request> = Vec::new();
+    for (line, text) in (1..).zip(from.lines()) {
+        let text = text.map_err(|source| TraceError::Read { line, source })?;
+        if text.trim().is_empty() {
+            continue;
+        }
+        let r: Request = serde_json::from_str(&text).map_err(|source| TraceError::Json { line, source })?;
+        let (ids, tokens, needed) = (r.hash_ids.len(), r.input_length, r.input_length.div_ceil(block.into()));
+        if (ids as u64) < r.input_length / u64::from(block) || ids as u64 > needed {
+            return Err(TraceError::Ids { line, ids, tokens, needed, block });
+        }
+        let before = requests.last().map_or(0, |r| r.timestamp);
+        if r.timestamp < before {
+            return Err(TraceError::Time { line, before, after: r.timestamp });
+        }
+        requests.push(r);
+    }
+    match requests.is_empty() {
+        true => Err(TraceError::Empty),
+        false => Ok(requests),
+    }
+}
+
+/// Writes a trace.
+pub fn write(requests: &[Request], to: &mut impl Write) -> io::Result<()> {
+    for r in requests {
+        serde_json::to_writer(&mut *to, r)?;
+        to.write_all(b"\n")?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn lines(text: &str) -> Result<Vec<Request>, TraceError> {
+        read(text.as_bytes(), TRACE_BLOCK)
+    }
+
+    #[test]
+    fn a_trace_survives_writing_and_reading() {
+        let trace = vec![
+            Request { timestamp: 0, input_length: 513, output_length: 7, hash_ids: vec![0, 4] },
+            Request { timestamp: 0, input_length: 5, output_length: 0, hash_ids: vec![9] },
+        ];
+        let mut bytes = Vec::new();
+        write(&trace, &mut bytes).unwrap();
+        assert_eq!(read(&*bytes, TRACE_BLOCK).unwrap(), trace);
+    }
+
+    #[test]
+    fn what_is_wrong_is_named_with_its_line() {
+        let good = r#"{"timestamp": 5, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}"#;
+        let says = |text: String| lines(&text).unwrap_err().to_string();
+        assert!(says(format!("{good}\nno")).starts_with("line 2 is no request"));
+        let few = good.replace("[1, 2]", "[]");
+        assert_eq!(says(few), "line 1: 0 hash ids for 600 tokens, 2 are needed at 512 tokens each");
+        let many = good.replace("[1, 2]", "[1, 2, 3]");
+        assert_eq!(says(many), "line 1: 3 hash ids for 600 tokens, 2 are needed at 512 tokens each");
+        let back = good.replace("\"timestamp\": 5", "\"timestamp\": 4");
+        assert_eq!(says(format!("{good}\n\n{back}")), "line 3: the time goes back from 5 to 4 ms");
+        assert_eq!(says(String::new()), "the trace is empty");
+        assert!(says(good.replace("600", "-1")).starts_with("line 1 is no request"));
+        assert_eq!(
+            lines(&good.replace("[1, 2]", "[1]")).unwrap()[0].hash_ids,
+            [1],
+            "a partial block needs no id"
+        );
+    }
+}
