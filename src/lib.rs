@@ -27,5 +27,6 @@ pub mod seqpacket;
 #[cfg(feature = "daemon")]
 pub mod simulate;
 pub mod size;
+pub mod store;
 pub mod window;
 pub mod wire;

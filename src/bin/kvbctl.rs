@@ -17,6 +17,8 @@ mod observe;
 mod plan;
 #[path = "kvbctl/simulate.rs"]
 mod simulate;
+#[path = "kvbctl/store.rs"]
+mod store;
 #[path = "kvbctl/top.rs"]
 mod top;
 
@@ -66,6 +68,12 @@ enum Command {
     /// Let pinned prefixes go: those whose names (kvbctl status) begin with CHAIN, or all
     #[command(after_help = EXIT_CODES)]
     Unpin(live::Unpin),
+    /// Write pinned prefixes to files, from which every start brings them back
+    #[command(after_help = EXIT_CODES)]
+    Save(live::Ask),
+    /// Bring stored prefixes back that are not in the pool
+    #[command(after_help = EXIT_CODES)]
+    Load(live::Ask),
     /// What each tenant has, by account, and what it is guaranteed and may have
     #[command(after_help = EXIT_CODES)]
     Tenants(live::Ask),
@@ -148,6 +156,8 @@ fn main() -> ExitCode {
         Command::Map { ask, colour } => ask.map(colour, &mut out),
         Command::Limits(args) => args.run(&mut out),
         Command::Unpin(args) => args.run(&mut out),
+        Command::Save(ask) => store::run(&ask, "save", &mut out),
+        Command::Load(ask) => store::run(&ask, "load", &mut out),
         Command::Tenants(ask) => observe::tenants(&ask, &mut out),
         Command::Prefixes(ask) => observe::prefixes(&ask, &mut out),
         Command::Evict(args) => args.run(&mut out),

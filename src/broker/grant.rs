@@ -152,7 +152,14 @@ impl Broker {
     }
 
     /// Takes what is there: all that presses, and beyond that what costs no extent and nobody has been promised.
-    fn take(&mut self, client: ClientId, tenant: Tenant, cut: &Cut, want: &Want, room: u64) -> Vec<Taken> {
+    pub(super) fn take(
+        &mut self,
+        client: ClientId,
+        tenant: Tenant,
+        cut: &Cut,
+        want: &Want,
+        room: u64,
+    ) -> Vec<Taken> {
         let now = self.available(tenant, cut, want.promised).0.max(want.least.into());
         let most = u64::from(want.want).min(now).min(room);
         let clean = self.state.pool.clean_extents().saturating_sub(self.kept_for_others(tenant));

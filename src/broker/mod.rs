@@ -24,6 +24,7 @@ mod quarantine;
 mod record;
 mod report;
 mod session;
+mod store;
 pub mod tenant;
 mod usage;
 mod verbs;
@@ -50,6 +51,7 @@ pub use report::{
     StatusReport,
 };
 pub use session::Session;
+pub use store::{StoreOutcome, StorePolicy, StoreRefusal, StoreReport, StoredReport};
 pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
 pub use usage::{ChainReport, PrefixesReport, TenantUsage, TenantsReport};
 pub use window::{Declined, Made, Making};
@@ -60,6 +62,7 @@ use crate::map::page_bytes;
 use crate::packing::Extents;
 use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
+use crate::store::{Finished, Order};
 use crate::window::How;
 use crate::wire::{self, Fault, Verb, WireError, Writer};
 
@@ -222,6 +225,9 @@ pub enum Job {
         /// Its buffer, which nobody else has.
         buffer: Arc<Buffer>,
     },
+    /// Read or write stored prefixes. The blocks that it names are nobody else's meanwhile, so it may be done beside the
+    /// others.
+    Store(Order),
 }
 
 /// What became of a [`Job`].
@@ -259,6 +265,8 @@ pub enum Done {
     },
     /// The memory of an extent is with the kernel.
     GivenBack(ExtentId),
+    /// Stored prefixes were read or written, or not.
+    Stored(Finished),
 }
 
 impl Job {
@@ -287,6 +295,7 @@ impl Job {
                 lent::give_back(buffer);
                 Done::GivenBack(extent)
             }
+            Job::Store(order) => Done::Stored(order.run()),
         }
     }
 }
@@ -468,6 +477,7 @@ pub struct Broker {
     /// A session that was asked to make room has ended: who waits is to be tried again.
     stirred: bool,
     asked_back: BTreeMap<ExtentId, consent::Asked>,
+    store: Option<store::Store>,
     absent: quarantine::Absent,
     sums: fsck::Sums,
     lent: lent::Lent,
@@ -544,6 +554,7 @@ impl Broker {
             reclaims: BTreeMap::new(),
             stirred: false,
             asked_back: BTreeMap::new(),
+            store: None,
             absent: quarantine::Absent::new(),
             sums: fsck::Sums::default(),
             lent: lent::Lent::default(),
@@ -627,15 +638,19 @@ impl Broker {
         for extent in self.state.pool.held_by(id) {
             self.state.pool.remove_holder(extent, id);
         }
-        let used = |f: &FormatId| {
-            self.state.clients.values().any(|c| c.formats.contains(f))
-                || self.state.pool.extents().values().any(|e| e.owned().is_some_and(|o| o.format == *f))
-        };
-        let gone: Vec<_> = client.formats.into_iter().filter(|f| !used(f)).collect();
-        for format in gone {
-            self.state.formats.remove(&format);
+        for format in client.formats {
+            self.forget_format(format);
         }
         self.settle();
+    }
+
+    /// Forgets a geometry that nobody uses.
+    fn forget_format(&mut self, format: FormatId) {
+        let used = self.state.clients.values().any(|c| c.formats.contains(&format))
+            || self.state.pool.extents().values().any(|e| e.owned().is_some_and(|o| o.format == format));
+        if !used {
+            self.state.formats.remove(&format);
+        }
     }
 
     /// Handles one message of a client. What comes of it is in the outbox: see [`outputs`](Self::outputs).
@@ -759,11 +774,15 @@ impl Broker {
             Done::Allocated(result) => self.allocated(result),
             Done::Summed { block, result } => self.summed(block, result),
             Done::GivenBack(extent) => self.given_back(extent),
+            Done::Stored(finished) => self.store_finished(finished),
         }
         self.settle();
     }
 
     fn scrubbed(&mut self, ticket: u64, result: Result<(), String>) {
+        if self.store_cleared(ticket, &result) {
+            return;
+        }
         let is_it =
             |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if *t == ticket);
         // The client may have gone meanwhile; then its blocks are free already.

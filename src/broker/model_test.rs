@@ -1593,7 +1593,11 @@ impl Run {
                 let is_it = |(_, w): &(&ClientId, &Waiting)| matches!(w, Waiting::Zeros { ticket: t, .. } if t == ticket);
                 self.broker.waiting.iter().find(is_it).map(|(c, _)| c.0)
             }
-            Done::Renewed { .. } | Done::Allocated(_) | Done::GivenBack(_) | Done::Summed { .. } => None,
+            Done::Renewed { .. }
+            | Done::Allocated(_)
+            | Done::GivenBack(_)
+            | Done::Summed { .. }
+            | Done::Stored(_) => None,
             Done::Window { .. } => unreachable!("the model asks for no windows"),
         };
         // Whoever waits for extents is tried again now; `step` sees to it that it is one client at most.
@@ -1627,7 +1631,11 @@ impl Run {
     fn expect(&mut self, done: &Done) -> bool {
         let m = &mut self.model;
         match done {
-            Done::Scrubbed { .. } | Done::Window { .. } | Done::GivenBack(_) | Done::Summed { .. } => false,
+            Done::Scrubbed { .. }
+            | Done::Window { .. }
+            | Done::GivenBack(_)
+            | Done::Summed { .. }
+            | Done::Stored(_) => false,
             // Whoever waits for what was lent is told that it does not come.
             Done::Allocated(Err(_)) => std::mem::take(&mut m.expected) > 0,
             Done::Allocated(Ok(_)) => {

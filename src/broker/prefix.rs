@@ -153,6 +153,8 @@ pub struct Pin {
     pub blocks: u32,
     /// Tokens of the chain.
     pub tokens: u64,
+    /// The model's fingerprint.
+    pub model: Digest,
 }
 
 /// All published blocks.
@@ -418,6 +420,11 @@ impl Prefixes {
         let up = |name: &Digest| self.nodes.get(name).and_then(|n| n.parent);
         let all = std::iter::successors(Some(*end), |name| up(name));
         all.take_while(|name| self.nodes.contains_key(name)).collect()
+    }
+
+    /// The name that the block under `name` continues.
+    pub fn parent(&self, name: &Digest) -> Option<Digest> {
+        self.nodes.get(name)?.parent
     }
 
     /// The place has become free.

@@ -110,12 +110,14 @@ impl Broker {
         }
         self.end_late_sessions(now);
         self.give_up_holds();
+        self.end_late_lookups(now);
     }
 
     /// When [`tick`](Self::tick) must be called next; `None` while there is nothing to look at.
     pub fn next_wake(&self) -> Option<Instant> {
         let kept = self.absent.kept.values().filter(|k| k.buffer.is_some()).map(|k| k.due);
-        let deadlines = self.next_reclaim().into_iter().chain(self.next_hold_deadline());
+        let deadlines =
+            self.next_reclaim().into_iter().chain(self.next_hold_deadline()).chain(self.lookups_wait_until());
         kept.chain(self.absent.missing.due).chain(deadlines).min()
     }
 

@@ -77,6 +77,7 @@ impl Broker {
         broker.state = state;
         broker.forget_requests();
         broker.forget_loans();
+        broker.forget_store_work();
         broker.take_up_quarantine();
         broker.sum_all_later();
         broker.settle();

@@ -111,7 +111,7 @@ pub struct PinReport {
 
 impl PinReport {
     pub(super) fn of(chain: &super::prefix::Digest, pin: &super::prefix::Pin) -> Self {
-        let super::prefix::Pin { tenant, pid, label, blocks, tokens } = pin.clone();
+        let super::prefix::Pin { tenant, pid, label, blocks, tokens, .. } = pin.clone();
         let chain = super::prefix::chains::digits(chain);
         PinReport { chain, uid: tenant.0, pid, label, blocks, tokens }
     }

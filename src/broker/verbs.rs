@@ -511,7 +511,7 @@ impl Broker {
         let own: Vec<BlockId> = s.table[(first - s.head) as usize..(blocks - s.head) as usize].to_vec();
         let before = first.checked_sub(s.names_from + 1).map(|i| s.names[i as usize]);
         let tokens = u64::from(blocks) * per_block;
-        let (tenant, format, chain) = (s.tenant, s.format, names[names.len() - 1]);
+        let (tenant, format, model, chain) = (s.tenant, s.format, s.model, names[names.len() - 1]);
         let (label, pid) = (self.pin_label(client, id), self.client(client).pid);
         if on {
             let new = names.iter().filter(|n| !self.state.prefixes.is_pinned(n)).count() as u64;
@@ -533,7 +533,7 @@ impl Broker {
             changed += u32::from(self.set_pinned(name, chain, on));
         }
         let blocks = names.len() as u32;
-        let pin = on.then_some(prefix::Pin { tenant, pid, label, blocks, tokens });
+        let pin = on.then_some(prefix::Pin { tenant, pid, label, blocks, tokens, model });
         self.state.prefixes.set_pin(chain, pin);
         let mut reply = Reply::default();
         reply.body.put(&wire::Counted { blocks: changed.into(), duplicates: 0.into() });
@@ -546,7 +546,7 @@ impl Broker {
     }
 
     /// Pins or unpins one block for a chain; whether anything changed for the block.
-    fn set_pinned(&mut self, name: &prefix::Digest, chain: prefix::Digest, on: bool) -> bool {
+    pub(super) fn set_pinned(&mut self, name: &prefix::Digest, chain: prefix::Digest, on: bool) -> bool {
         let Some(block) = self.state.prefixes.pin(name, chain, on) else { return false };
         match self.state.pool.pin(block.place, on) {
             Dropped::Cached => _ = self.state.prefixes.let_go(block.place),
@@ -585,6 +585,9 @@ impl Broker {
         let tokens: &[U32] = r.many(attach.count.get(), MAX_TOKENS)?;
         r.end()?;
         let more = one_of("attach: more", attach.more, 1)? == 1;
+        if self.lookups_wait() {
+            return Ok(Answer::Later);
+        }
         let s = self.session(client, id)?;
         let profile = &self.state.formats[&s.format].profile;
         let per_block = profile.tokens_per_block() as usize;
@@ -642,6 +645,9 @@ impl Broker {
         let skip: wire::Skip = *r.one()?;
         let tokens: &[U32] = r.many(skip.count.get(), MAX_TOKENS)?;
         r.end()?;
+        if self.lookups_wait() {
+            return Ok(Answer::Later);
+        }
         let s = self.session(client, id)?;
         let profile = &self.state.formats[&s.format].profile;
         let per_block = profile.tokens_per_block();

@@ -9,11 +9,12 @@ use std::io::{self, Read, Write};
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::os::unix::net::UnixStream;
 
+use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{getsockopt, setsockopt, sockopt};
 
 use super::observe::{self, Answer};
 use super::watch::Queue;
-use crate::broker::{Borrower, Broker, HoldId, HoldProgress, LimitChange, PinReport};
+use crate::broker::{Borrower, Broker, HoldId, HoldProgress, LimitChange, PinReport, StoreRefusal};
 use crate::id::Tenant;
 
 /// Operators at one time, leases not counted.
@@ -29,6 +30,8 @@ pub(super) struct Operator {
     request: Vec<u8>,
     answer: Option<Vec<u8>>,
     sent: usize,
+    /// A task of the broker's on stored prefixes, whose end is the answer.
+    task: Option<u64>,
     /// After `events`: what it is still to be told.
     queue: Option<Queue>,
     lease: Option<HoldId>,
@@ -39,6 +42,8 @@ pub(super) struct Operator {
 pub(super) enum Wait {
     Read,
     Write,
+    /// For the broker to be done.
+    Broker,
     /// For changes; the kernel tells by itself when the operator has gone.
     Changes,
     /// The operator asks to watch: see [`Operator::watch`].
@@ -50,7 +55,15 @@ pub(super) enum Wait {
 
 impl Operator {
     pub fn new(fd: OwnedFd) -> Self {
-        Operator { stream: fd.into(), request: Vec::new(), answer: None, sent: 0, queue: None, lease: None }
+        Operator {
+            stream: fd.into(),
+            request: Vec::new(),
+            answer: None,
+            sent: 0,
+            task: None,
+            queue: None,
+            lease: None,
+        }
     }
 
     /// Goes on as far as it goes.
@@ -65,7 +78,7 @@ impl Operator {
         if self.lease.is_some() && self.has_hung_up() {
             return Wait::End;
         }
-        if self.answer.is_none() && self.lease.is_none() {
+        if self.answer.is_none() && self.lease.is_none() && self.task.is_none() {
             match self.read_line() {
                 Ok(true) => {}
                 Ok(false) => return Wait::Read,
@@ -75,6 +88,16 @@ impl Operator {
                 return Wait::Watch;
             }
             self.ask(broker);
+        }
+        if let Some(task) = self.task.filter(|_| self.answer.is_none()) {
+            if self.has_gone() {
+                return Wait::End;
+            }
+            match broker.stored(task) {
+                Some(report) => self.answer_with(serde_json::to_value(report)),
+                None if broker.is_storing(task) => return Wait::Broker,
+                None => return Wait::End,
+            }
         }
         if self.answer.is_none() {
             match self.lease.and_then(|hold| broker.hold_progress(hold)) {
@@ -108,7 +131,7 @@ impl Operator {
 
     /// Whether it waits for the broker and not for the operator.
     pub fn waits_for_broker(&self) -> bool {
-        self.lease.is_some() && self.answer.is_none()
+        (self.lease.is_some() || self.task.is_some()) && self.answer.is_none()
     }
 
     /// The connection ends.
@@ -124,14 +147,17 @@ impl Operator {
 
     fn ask(&mut self, broker: &mut Broker) {
         let line = self.line();
-        let text = match line.strip_prefix("hold ") {
-            Some(rest) => match self.hold(broker, rest) {
-                Ok(hold) => return self.lease = Some(hold),
-                Err(why) => line_of(Ok(refusal(&why))),
-            },
-            None => answer(broker, &line),
-        };
-        self.answer = Some(text.into_bytes());
+        if let Some(rest) = line.strip_prefix("hold ") {
+            return match self.hold(broker, rest) {
+                Ok(hold) => self.lease = Some(hold),
+                Err(why) => self.answer_with(Ok(refusal(&why))),
+            };
+        }
+        match line.as_str() {
+            "save" => self.begin(broker.save_prefixes()),
+            "load" => self.begin(broker.load_prefixes()),
+            line => self.answer = Some(answer(broker, line).into_bytes()),
+        }
     }
 
     /// `hold BYTES COMMAND`
@@ -161,6 +187,20 @@ impl Operator {
                 Err(e) => return e.kind() != io::ErrorKind::WouldBlock,
             }
         }
+    }
+
+    fn begin(&mut self, task: Result<u64, StoreRefusal>) {
+        match task {
+            Ok(task) => self.task = Some(task),
+            Err(why) => self.answer_with(Ok(refusal(&why.to_string()))),
+        }
+    }
+
+    /// Whether nobody is there any more to be answered: one who has only said all that he will say is.
+    fn has_gone(&self) -> bool {
+        let mut fd = [PollFd::new(self.stream.as_fd(), PollFlags::empty())];
+        let gone = PollFlags::POLLHUP | PollFlags::POLLERR;
+        poll(&mut fd, PollTimeout::ZERO).is_ok() && fd[0].revents().is_some_and(|r| r.intersects(gone))
     }
 
     /// It watches from now on: `state` goes first.
@@ -253,7 +293,7 @@ fn plain_answer(broker: &mut Broker, request: &str) -> serde_json::Result<serde_
             },
             Some(("unpin", which)) => serde_json::to_value(unpin(broker, which)),
             _ => Ok(refusal(&format!(
-                "there is no request {other:?}: ask for status, sessions, map, check, limits, unpin, fsck, \
+                "there is no request {other:?}: ask for status, sessions, map, check, limits, unpin, fsck, save, load, \
                  hold BYTES COMMAND, {}",
                 observe::REQUESTS
             ))),

@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use super::check::{self, Outlook};
 use super::pressure;
-use crate::broker::{Eviction, Policy, TenantPolicy};
+use crate::broker::{Eviction, Policy, StorePolicy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
 use crate::heap::{Backend, DmaHeap};
 use crate::id::Tenant;
@@ -19,6 +19,7 @@ use crate::model::{KvType, ModelShape};
 use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, Extents, PackingError};
 use crate::profile::Profile;
 use crate::size::Size;
+use crate::store::Location;
 
 /// Why there is no configuration.
 #[derive(Debug, Error)]
@@ -203,6 +204,21 @@ struct CacheTable {
     eviction: Eviction,
 }
 
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct PrefixTable {
+    store: StoreTable,
+}
+
+#[derive(Debug, Default, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+struct StoreTable {
+    directory: Option<PathBuf>,
+    tenants: Option<Vec<u32>>,
+    labels: Vec<String>,
+    limit: Option<Size>,
+}
+
 #[derive(Debug, Deserialize)]
 #[serde(deny_unknown_fields, rename_all = "kebab-case")]
 struct ProfileTable {
@@ -243,6 +259,7 @@ struct File {
     limits: LimitsTable,
     device: DeviceTable,
     cache: CacheTable,
+    prefix: PrefixTable,
     tenant: Vec<TenantTable>,
     profile: Vec<ProfileTable>,
     scrub: Scrub,
@@ -364,6 +381,8 @@ pub struct Config {
     pub socket_group: Option<String>,
     /// The socket for operators.
     pub admin_socket: PathBuf,
+    /// Where pinned prefixes are stored, if anywhere.
+    pub store: Option<StorePolicy>,
     /// Limits. Those of tenants are still to be turned into extents: see [`Config::policy`].
     limits: Policy,
     tenant_limit: Option<Size>,
@@ -563,6 +582,7 @@ impl Config {
             scrub_always: file.scrub == Scrub::Always,
             ..Policy::default()
         };
+        let store = store(file.prefix.store, pool_bytes, &origins)?;
         Ok(Config {
             pool_bytes,
             minimum_bytes,
@@ -582,6 +602,7 @@ impl Config {
             socket_mode: mode,
             socket_group: file.socket.group,
             admin_socket: over.admin_socket.clone().unwrap_or(file.socket.admin_path),
+            store,
             limits,
             tenant_limit: file.limits.tenant,
             pinned: file.limits.pinned.map_or(pool_bytes / 4, Size::bytes),
@@ -618,6 +639,21 @@ impl Config {
             ..self.limits.clone()
         }
     }
+}
+
+fn store(t: StoreTable, pool: u64, origins: &Origins) -> Result<Option<StorePolicy>, ConfigError> {
+    let Some(path) = t.directory else {
+        let given = t.tenants.is_some() || !t.labels.is_empty() || t.limit.is_some();
+        let why = "say which with directory = \"/var/lib/kvbroker/prefixes\"".into();
+        return if given { Err(origins.wrong("prefix.store", "no directory", why)) } else { Ok(None) };
+    };
+    if !path.is_absolute() {
+        let why = "write the directory from the root on".into();
+        return Err(origins.wrong("prefix.store", path.display(), why));
+    }
+    let limit = t.limit.map_or(pool / 4, Size::bytes);
+    let tenants = t.tenants.map(|all| all.into_iter().map(Tenant).collect());
+    Ok(Some(StorePolicy { location: Location { path, limit }, tenants, labels: t.labels }))
 }
 
 fn profile(t: &ProfileTable, origins: &Origins) -> Result<Profile, ConfigError> {
@@ -769,6 +805,9 @@ mod tests {
             "reserve",
             "priority",
             "eviction",
+            "directory",
+            "tenants",
+            "labels",
             "model",
             "name",
             "layers",

@@ -158,6 +158,8 @@ impl Server {
     pub fn serve(mut self) -> io::Result<()> {
         let mut events = [EpollEvent::empty(); 64];
         let mut last_watchdog = Instant::now();
+        // What the start has left to be done.
+        self.carry();
         loop {
             let count = match self.epoll.wait(&mut events, self.timeout(last_watchdog)) {
                 Ok(count) => count,
@@ -479,6 +481,8 @@ impl Server {
             Wait::Lease => EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP,
             // Nothing is read of a watcher: one that has shut down its half would be readable for ever.
             Wait::Changes => EpollFlags::empty(),
+            // A hang-up is told all the same.
+            Wait::Broker => EpollFlags::empty(),
             Wait::Watch | Wait::End => return self.drop_operator(id),
         };
         let Some(operator) = self.operators.get(&id) else { return };
@@ -541,7 +545,7 @@ impl Server {
             self.flush(id);
         }
         let waits = |(id, o): (&u64, &Operator)| o.waits_for_broker().then_some(*id);
-        let waiting: Vec<_> = self.operators.iter().filter_map(waits).collect();
+        let waiting: Vec<u64> = self.operators.iter().filter_map(waits).collect();
         waiting.into_iter().for_each(|id| self.operator(id, EpollFlags::empty()));
         if self.recheck_at.is_some_and(|t| t <= Instant::now()) {
             self.broker.recheck_windows();

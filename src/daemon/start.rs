@@ -196,6 +196,10 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     }
     broker.set_pressure_watch(pressure.how());
 
+    if let Some(store) = &config.store {
+        broker.set_store(store.clone());
+        broker.load_at_start(std::time::Instant::now());
+    }
     let worker = Worker::start(broker.heap())?;
     let status = broker.status();
     let said = format!(

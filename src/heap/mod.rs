@@ -261,16 +261,34 @@ impl Buffer {
         Ok(hasher.finalize())
     }
 
+    /// Fills `out` with the bytes from `at` on. An imaginary buffer reads as zero.
+    pub(crate) fn read(&self, at: u64, out: &mut [u8]) -> io::Result<()> {
+        match self.map()? {
+            Some(map) => out.copy_from_slice(&map.read(at as usize, out.len())),
+            None => out.fill(0),
+        }
+        Ok(())
+    }
+
+    /// Writes `bytes` from `at` on; for a dma-buf as [`zero`](Self::zero) does.
+    pub(crate) fn write(&self, at: u64, bytes: &[u8]) -> io::Result<()> {
+        self.write_by(|map| map.write(at as usize, bytes))
+    }
+
     /// Writes zeros over `range`. For a dma-buf the CPU's caches are written back after it, so that no line of zeros
     /// lands later on what the next owner wrote.
     pub fn zero(&self, range: Range<u64>) -> io::Result<()> {
+        self.write_by(|map| map.zero(range.start as usize..range.end as usize))
+    }
+
+    fn write_by(&self, write: impl FnOnce(&SharedMap)) -> io::Result<()> {
         let Some(map) = self.map()? else { return Ok(()) };
         #[cfg(feature = "daemon")]
         if self.backend == Backend::Udmabuf {
             // udmabuf knows no end without a beginning.
             self.fd().map_or(Ok(()), dma::begin_cpu_write)?;
         }
-        map.zero(range.start as usize..range.end as usize);
+        write(map);
         #[cfg(feature = "daemon")]
         if matches!(self.backend, Backend::DmaHeap | Backend::Udmabuf) {
             self.fd().map_or(Ok(()), dma::end_cpu_write)?;

@@ -11,5 +11,6 @@ mod observe;
 mod profiles;
 mod roles;
 mod start;
+mod store;
 mod support;
 mod tenants;

@@ -75,10 +75,19 @@ impl Ask {
 
     /// The answer as it comes.
     pub(super) fn text(&self, question: &str) -> Result<String, Failure> {
+        self.text_within(question, PATIENCE)
+    }
+
+    fn text_within(&self, question: &str, patience: Duration) -> Result<String, Failure> {
         let mut text = String::new();
-        let mut stream = self.ask(question, Some(PATIENCE))?;
+        let mut stream = self.ask(question, Some(patience))?;
         stream.read_to_string(&mut text).map_err(|e| self.unreachable(&e))?;
         Ok(text)
+    }
+
+    /// Waits for the answer for so long.
+    pub(super) fn answer_within(&self, question: &str, patience: Duration) -> Result<Value, Failure> {
+        parse(&self.text_within(question, patience)?)
     }
 
     pub(super) fn answer(&self, question: &str) -> Result<Value, Failure> {

@@ -106,7 +106,7 @@ mod tests {
         for n in [1, 2, 3] {
             index.pin(&[n; 32], [3; 32], true);
         }
-        let pin = Pin { tenant: Tenant(7), pid: 1, label: "x".into(), blocks: 3, tokens: 48 };
+        let pin = Pin { tenant: Tenant(7), pid: 1, label: "x".into(), blocks: 3, tokens: 48, model: [0; 32] };
         index.set_pin([3; 32], Some(pin));
         index.let_go(Place { extent: ExtentId(1), slot: 9 });
         index
@@ -124,7 +124,7 @@ mod tests {
     #[test]
     fn a_pinned_chain_that_goes_on_is_listed_and_so_is_what_continues_it() {
         let mut index = index();
-        let pin = Pin { tenant: Tenant(7), pid: 1, label: "x".into(), blocks: 2, tokens: 32 };
+        let pin = Pin { tenant: Tenant(7), pid: 1, label: "x".into(), blocks: 2, tokens: 32, model: [0; 32] };
         index.set_pin([2; 32], Some(pin));
         let mut chains = index.chains();
         chains.sort_by_key(|c| c.name);
