@@ -38,6 +38,8 @@ struct Live {
     end: u64,
     /// The last block of its table, to be reported.
     news: Option<BlockId>,
+    /// Its part of the sum of tails.
+    tail: u64,
 }
 
 #[derive(Debug)]
@@ -53,7 +55,7 @@ struct Replay<'a> {
     due: BinaryHeap<Reverse<(u64, u64)>>,
     next_live: u64,
     now: u64,
-    /// Tokens that fit the blocks of all tables and are not there.
+    /// Twice the tokens that fit the blocks of all tables and are not there, mean over the time until the next block.
     tails: u64,
     /// Sums over time: bytes held, bytes of live tokens.
     held: f64,
@@ -276,6 +278,7 @@ impl<'a> Replay<'a> {
             tokens: r.input_length,
             end: r.input_length + r.output_length,
             news: None,
+            tail: 0,
         };
         let key = self.next_live;
         self.next_live += 1;
@@ -384,10 +387,11 @@ impl<'a> Replay<'a> {
         }
         let ledger = self.broker.ledger();
         let of = |names: &[&str]| names.iter().map(|n| ledger[n]).sum::<u64>() as f64;
-        let used = of(&["private", "shared"]);
+        // The newest block of an answer is credit to the broker until the next report names it.
+        let used = of(&["private", "shared", "credit"]);
         let token = self.options.block_bytes as f64 / f64::from(self.options.tokens_per_block);
-        self.held += time * (used + of(&["credit", "stranded"]));
-        self.alive += time * (used - self.tails as f64 * token);
+        self.held += time * (used + of(&["stranded"]));
+        self.alive += time * (used - self.tails as f64 / 2.0 * token);
     }
 
     /// A session has filled its blocks: it gets one more, or is over.
@@ -396,7 +400,7 @@ impl<'a> Replay<'a> {
         let (per_block, speed) =
             (u64::from(self.options.tokens_per_block), self.options.speed.unwrap_or(1.0));
         let room = |l: &Live| l.blocks * per_block;
-        self.tails -= room(&live).saturating_sub(live.tokens);
+        self.tails -= live.tail;
         let full = room(&live).min(live.end);
         live.tokens = live.tokens.max(full);
         if live.tokens < live.end {
@@ -413,7 +417,9 @@ impl<'a> Replay<'a> {
             let tokens = room(&live).min(live.end) - live.tokens;
             let time = (tokens as f64 / speed * 1e6) as u64;
             self.due.push(Reverse((self.now + time.max(1), key)));
-            self.tails += room(&live) - live.tokens;
+            // It fills up evenly until then.
+            live.tail = 2 * (room(&live) - live.tokens) - tokens;
+            self.tails += live.tail;
             self.live.insert(key, live);
             return;
         }
