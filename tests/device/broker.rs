@@ -33,18 +33,13 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
     }
 }
 
-/// The owners and modes that udev/60-kvbroker.rules gives the heaps, and the daemon's group for /dev/udmabuf, which a
-/// distribution gives to a group that the daemon is in.
-pub fn apply_udev_rules() {
-    for entry in fs::read_dir("/dev/dma_heap").expect("heaps") {
-        own(&entry.expect("entry").path());
-    }
-    own(Path::new("/dev/udmabuf"));
-}
-
-fn own(path: &Path) {
-    chown(path, Some(0), Some(HEAP_GROUP)).expect("chown");
-    fs::set_permissions(path, Permissions::from_mode(0o660)).expect("chmod");
+/// The owners and modes that udev/60-kvbroker.rules gives the heaps, for as long as what is returned lives, and the
+/// daemon's group for /dev/udmabuf, which a distribution gives to a group that the daemon is in.
+#[must_use]
+pub fn apply_udev_rules() -> HeapRule {
+    chown("/dev/udmabuf", Some(0), Some(HEAP_GROUP)).expect("chown");
+    fs::set_permissions("/dev/udmabuf", Permissions::from_mode(0o660)).expect("chmod");
+    HeapRule::apply()
 }
 
 /// A directory with a configuration.
@@ -57,13 +52,13 @@ pub struct Place {
 impl Place {
     /// `pool` is the table `[pool]` of the configuration.
     pub fn new(pool: &str) -> Self {
-        apply_udev_rules();
+        let rule = apply_udev_rules();
         let dir = tempfile::tempdir().expect("directory");
         fs::set_permissions(dir.path(), Permissions::from_mode(0o755)).expect("chmod");
         chown(dir.path(), Some(DAEMON.uid), Some(DAEMON.gid)).expect("chown");
         let config = format!("[pool]\n{pool}\n[socket]\nmode = \"0666\"\n");
         fs::write(dir.path().join("kvbroker.toml"), config).expect("configuration");
-        Place { dir, _rule: HeapRule::apply() }
+        Place { dir, _rule: rule }
     }
 
     fn path(&self, name: &str) -> PathBuf {

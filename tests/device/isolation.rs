@@ -373,7 +373,7 @@ fn nothing_that_a_tenant_keeps_of_a_memfd_reaches_the_next_tenant() {
 /// The same attempts on a buffer that changes hands as it is.
 #[test]
 fn without_the_brokers_rules_every_attempt_sees_the_next_tenants_bytes_and_changes_them() {
-    apply_udev_rules();
+    let _rule = apply_udev_rules();
     let_everybody_import();
     let mut succeeded = 0;
     for backend in [Backend::Cma, Backend::System, Backend::Udmabuf, Backend::Memfd] {
@@ -435,7 +435,7 @@ fn a_tenant_cannot_add_a_seal_that_would_keep_its_extent_from_being_emptied() {
 
 #[test]
 fn a_client_cannot_open_a_heap_under_the_shipped_modes() {
-    apply_udev_rules();
+    let _rule = apply_udev_rules();
     as_user(ALICE, || {
         for heap in [CMA_HEAP, SYSTEM_HEAP] {
             assert_eq!(Heap::open(heap).unwrap_err(), Errno::EACCES, "{heap}");
@@ -563,7 +563,7 @@ fn extents_come_back_by_consent_and_a_client_that_does_not_answer_keeps_them() {
 #[test]
 fn a_count_of_one_is_what_the_broker_waits_for() {
     // The kernel's side of it, for each kind of dma-buf and each way of keeping one that is counted.
-    apply_udev_rules();
+    let _rule = apply_udev_rules();
     let_everybody_import();
     for backend in [Backend::Cma, Backend::System, Backend::Udmabuf] {
         for keep in [Keep::Mapping, Keep::Descriptor, Keep::InFlight, Keep::Import] {

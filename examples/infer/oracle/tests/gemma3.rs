@@ -83,7 +83,7 @@ fn the_logits_are_those_of_candle_beyond_the_window() {
         Ok(last)
     });
     let engine = load_weights(&cached_gemma3().unwrap(), Precision::F32).unwrap();
-    let mut twin = |element| Twin::new(engine.geometry(), element, PROMPT + DECODED);
+    let twin = |element| Twin::new(engine.geometry(), element, PROMPT + DECODED);
     let same = exact.figures(&exact.rerun_engine(&engine, &mut twin(Element::F32), 100));
     println!("Gemma 3 270M, f32 weights, f32 KV: {same}");
     assert!(same.max_diff <= 1e-2 && same.mean_kl() <= 1e-8 && same.same_choices(), "{same}");
