@@ -3,7 +3,7 @@
 //! Owns nothing; it reads. Invariants: nothing is opened but files to read, and on this machine the heap, of which one
 //! page is taken for a moment to try what its count of holders proves; no right beyond reading is needed, and without the
 //! right to the heap that one item is judged by the kernel's version. What cannot be known is said to be so and is never
-//! "ok"; each warning and each failure carries what to do. All reading goes through [`tree`], so recorded boards are
+//! "ok"; each warning and each failure carries what to do. All reading goes through `tree`, so recorded boards are
 //! examined like this one.
 //!
 //! What is looked for comes from the kernel's sources and from boards; the constants name theirs.

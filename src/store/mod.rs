@@ -1,7 +1,7 @@
 //! Stored prefixes: pinned prompts in files, so that they are there again after a reboot.
 //!
-//! Owns the files, and knows pools only as pieces of buffers. Invariants: see [`format`] (what a file is) and
-//! [`file`] (how one is opened and replaced). All of it takes long and is done outside of the broker's loop:
+//! Owns the files, and knows pools only as pieces of buffers. Invariants: see `format` (what a file is) and
+//! `file` (how one is opened and replaced). All of it takes long and is done outside of the broker's loop:
 //! [`Order::run`].
 
 pub mod file;
