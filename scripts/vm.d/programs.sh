@@ -52,9 +52,9 @@ example_of() {
         ;;
     aarch64)
         root_of rust
-        in_root -r "$checkout:/src" -r "$2:/libraries" -b "$work/bin:/out" \
+        in_root -r "$checkout:/src" -r "$2:/mnt" -b "$work/bin:/out" \
             aarch64-linux-gnu-gcc "${flags[@]}" -I/src/include /src/examples/npu-import.c -o /out/npu-import \
-            /libraries/debian/aarch64-unknown-linux-gnu/debug/deps/libkvbroker.a "${libraries[@]}"
+            /mnt/debian/aarch64-unknown-linux-gnu/debug/deps/libkvbroker.a "${libraries[@]}"
         ;;
     esac
     programs+=("$work/bin/npu-import")
