@@ -13,7 +13,7 @@ use super::process::Birth;
 use super::session::{self, kv, kvb_session};
 use super::sized::{self, Versioned};
 use super::{Failure, aligned, at, border, count, hand_out, number, status, take_back};
-use crate::client::{Batch, GroupedSession, Session, Window, WindowOptions, WindowPlace};
+use crate::client::{Batch, Error, GroupedSession, Session, Window, WindowOptions, WindowPlace};
 use crate::window::{How, What};
 
 /// A window, with the halves of the staging buffer that it has.
@@ -314,6 +314,29 @@ pub unsafe extern "C" fn kvb_window_take_device(window: *mut kvb_window) -> i32 
     }) as i32
 }
 
+/// A batch of a bounce window, filled or not as `make` has it.
+///
+/// # Safety
+/// The handles are not closed, and `out` has the `size` bytes that it states.
+unsafe fn next_batch(
+    window: *mut kvb_window,
+    session: *const kvb_session,
+    at: u64,
+    out: *mut kvb_batch,
+    make: impl Fn(&Session, &Window, Option<&Batch>, usize) -> Result<Option<Batch>, Error>,
+) -> i32 {
+    status(|| {
+        aligned(out, "out")?;
+        // SAFETY: the caller's promise.
+        unsafe {
+            sized::check(out, "kvb_batch")?;
+            let (mut inner, session) = (kvb_window::lock(window)?, session::read(session)?);
+            let batch = make(in_group(&session, &inner)?, &inner.window, inner.held(), number(at, "at")?)?;
+            inner.hand_out_batch(batch, out)
+        }
+    })
+}
+
 /// See the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvb_window_load(
@@ -322,16 +345,8 @@ pub unsafe extern "C" fn kvb_window_load(
     at: u64,
     out: *mut kvb_batch,
 ) -> i32 {
-    status(|| {
-        aligned(out, "out")?;
-        // SAFETY: the header asks for handles that are not closed, and for a structure whose `size` bytes are there.
-        unsafe {
-            sized::check(out, "kvb_batch")?;
-            let (mut inner, session) = (kvb_window::lock(window)?, session::read(session)?);
-            let batch = in_group(&session, &inner)?.load(&inner.window, inner.held(), number(at, "at")?)?;
-            inner.hand_out_batch(batch, out)
-        }
-    })
+    // SAFETY: what the header asks for.
+    unsafe { next_batch(window, session, at, out, Session::load) }
 }
 
 /// See the header.
@@ -342,16 +357,8 @@ pub unsafe extern "C" fn kvb_window_batch(
     at: u64,
     out: *mut kvb_batch,
 ) -> i32 {
-    status(|| {
-        aligned(out, "out")?;
-        // SAFETY: as in kvb_window_load.
-        unsafe {
-            sized::check(out, "kvb_batch")?;
-            let (mut inner, session) = (kvb_window::lock(window)?, session::read(session)?);
-            let batch = in_group(&session, &inner)?.batch(&inner.window, inner.held(), number(at, "at")?)?;
-            inner.hand_out_batch(batch, out)
-        }
-    })
+    // SAFETY: what the header asks for.
+    unsafe { next_batch(window, session, at, out, Session::batch) }
 }
 
 /// See the header.

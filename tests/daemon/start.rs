@@ -9,7 +9,7 @@ use std::time::Duration;
 
 use nix::sys::socket::{AddressFamily, Backlog, SockFlag, SockType, UnixAddr, bind, listen, socket};
 
-use crate::support::{CONFIG, Daemon, Place, Raw, until};
+use crate::support::{CONFIG, Daemon, Place, Raw, mount_tmpfs, until};
 
 #[test]
 fn a_path_on_which_a_broker_lives_is_left_alone() {
@@ -158,18 +158,7 @@ fn an_unknown_group_a_missing_directory_and_a_full_one_are_told_apart_and_nothin
     let full = place.path("full");
     std::fs::create_dir(&full).unwrap();
     let mut command = elsewhere(&place, &full.join("a.sock"));
-    let mounted = std::ffi::CString::new(full.as_os_str().as_encoded_bytes()).unwrap();
-    // SAFETY: unshare and mount may be called between fork and exec; all strings were made before.
-    unsafe {
-        command.pre_exec(move || {
-            let (tmpfs, private) = (c"tmpfs".as_ptr(), libc::MS_REC | libc::MS_PRIVATE);
-            let none = std::ptr::null();
-            let done = libc::unshare(libc::CLONE_NEWNS) == 0
-                && libc::mount(none, c"/".as_ptr(), none, private, none.cast()) == 0
-                && libc::mount(tmpfs, mounted.as_ptr(), tmpfs, 0, c"nr_inodes=1".as_ptr().cast()) == 0;
-            if done { Ok(()) } else { Err(std::io::Error::last_os_error()) }
-        })
-    };
+    mount_tmpfs(&mut command, &full, c"nr_inodes=1");
     let status = command.status().unwrap();
     assert_eq!(status.code(), Some(1), "{}", place.log());
     assert!(place.log().contains("no space is left in its directory"), "{}", place.log());

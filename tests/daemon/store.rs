@@ -1,13 +1,12 @@
 //! Pinned prompts that survive a restart of the daemon, and files that are no such prompts.
 
 use std::os::unix::fs::PermissionsExt;
-use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use nix::sys::signal::Signal;
 
-use crate::support::{BLOCK, CONFIG, Daemon, PER_BLOCK, POOL, Place, until};
+use crate::support::{BLOCK, CONFIG, Daemon, PER_BLOCK, POOL, Place, mount_tmpfs, until};
 
 const A: u32 = 4001;
 const B: u32 = 4002;
@@ -271,21 +270,7 @@ fn a_full_disk_and_a_full_store_leave_what_was_stored_before() {
     let place = place("");
     let full = directory(&place);
     std::fs::create_dir(&full).unwrap();
-    let mounted = std::ffi::CString::new(full.as_os_str().as_encoded_bytes()).unwrap();
-    let daemon = place.start_with(|command| {
-        // SAFETY: unshare and mount may be called between fork and exec; all strings were made before.
-        unsafe {
-            command.pre_exec(move || {
-                let (tmpfs, private) = (c"tmpfs".as_ptr(), libc::MS_REC | libc::MS_PRIVATE);
-                let none = std::ptr::null();
-                let done = libc::unshare(libc::CLONE_NEWNS) == 0
-                    && libc::mount(none, c"/".as_ptr(), none, private, none.cast()) == 0
-                    && libc::mount(tmpfs, mounted.as_ptr(), tmpfs, 0, c"size=144k,mode=0700".as_ptr().cast())
-                        == 0;
-                if done { Ok(()) } else { Err(std::io::Error::last_os_error()) }
-            })
-        };
-    });
+    let daemon = place.start_with(|command| mount_tmpfs(command, &full, c"size=144k,mode=0700"));
     pin(&daemon, A, 2, 5);
     saved(&daemon, 1);
     let inside = Path::new("/proc").join(daemon.pid().to_string()).join("root");

@@ -1,5 +1,6 @@
 //! A daemon in a directory of its own, processes that are its clients, and raw sockets for what no library would send.
 
+use std::ffi::{CStr, CString};
 use std::io::{BufRead, BufReader, Read, Write};
 use std::os::fd::{AsRawFd, OwnedFd};
 use std::os::unix::net::UnixStream;
@@ -47,6 +48,22 @@ pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
         assert!(Instant::now() < end, "not within 20 s: {what}");
         std::thread::sleep(Duration::from_millis(2));
     }
+}
+
+/// Has the command's process find a fresh tmpfs at `path`, in a mount namespace of its own. `options` are tmpfs(5)'s.
+pub fn mount_tmpfs(command: &mut Command, path: &Path, options: &'static CStr) {
+    let mounted = CString::new(path.as_os_str().as_encoded_bytes()).unwrap();
+    // SAFETY: unshare and mount may be called between fork and exec; all strings were made before.
+    unsafe {
+        command.pre_exec(move || {
+            let (tmpfs, private) = (c"tmpfs".as_ptr(), libc::MS_REC | libc::MS_PRIVATE);
+            let none = std::ptr::null();
+            let done = libc::unshare(libc::CLONE_NEWNS) == 0
+                && libc::mount(none, c"/".as_ptr(), none, private, none.cast()) == 0
+                && libc::mount(tmpfs, mounted.as_ptr(), tmpfs, 0, options.as_ptr().cast()) == 0;
+            if done { Ok(()) } else { Err(std::io::Error::last_os_error()) }
+        })
+    };
 }
 
 /// A directory with a configuration, before there is a daemon.

@@ -9,8 +9,6 @@ use std::os::unix::net::UnixStream;
 use std::os::unix::process::CommandExt;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
-use std::thread::sleep;
-use std::time::{Duration, Instant};
 
 use kvbroker::id::BlockId;
 use kvbroker::profile::Profile;
@@ -21,17 +19,8 @@ use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, soc
 use nix::unistd::Pid;
 use serde_json::Value;
 
-use crate::daemon::HeapRule;
+use crate::daemon::{HeapRule, until};
 use crate::support::{DAEMON, HEAP_GROUP};
-
-/// Waits until `what` is so; the patience is for an emulated machine, not a promise.
-pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
-    let end = Instant::now() + Duration::from_secs(60);
-    while !is_so() {
-        assert!(Instant::now() < end, "not within 60 s: {what}");
-        sleep(Duration::from_millis(10));
-    }
-}
 
 /// The owners and modes that udev/60-kvbroker.rules gives the heaps, for as long as what is returned lives, and the
 /// daemon's group for /dev/udmabuf, which a distribution gives to a group that the daemon is in.

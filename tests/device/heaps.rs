@@ -4,7 +4,8 @@ use std::fs::{self, Permissions};
 use std::os::fd::AsFd;
 use std::os::unix::fs::PermissionsExt;
 
-use crate::broker::{Connection, Place, until};
+use crate::broker::{Connection, Place};
+use crate::daemon::until;
 use crate::support::{ALICE, AREA, BOB, CMA_HEAP, EXTENT, Heap, MIB, Map, Peer, as_user, cma_used};
 
 const SIZE_LIMIT: &str = "/sys/module/udmabuf/parameters/size_limit_mb";

@@ -21,7 +21,8 @@ use nix::sys::socket::{
 };
 use nix::unistd::pipe;
 
-use crate::broker::{Broker, Connection, Place, apply_udev_rules, until};
+use crate::broker::{Broker, Connection, Place, apply_udev_rules};
+use crate::daemon::until;
 use crate::support::{
     ALICE, BOB, CMA_HEAP, EXTENT, Heap, Map, Peer, SYSTEM_HEAP, as_user, broker_seals, cma_used, holders,
     memfd, seal, udmabuf,
