@@ -244,17 +244,18 @@ impl Broker {
             let text = format!("{id}: {} tokens do not fit a table of {end} blocks", report.tokens);
             return Err(Refused::bad(text));
         }
-        let at = (first - head) as usize;
+        let (at, tenant, format) = ((first - head) as usize, s.tenant, s.format);
         let mut seen = std::collections::BTreeSet::new();
         for (i, block) in blocks.iter().enumerate() {
             let claim = block.id();
             if s.table.get(at + i) == Some(&claim) {
                 continue;
             }
-            if self.state.pool.check_claim(claim)? != Block::Credit(client) || !seen.insert(claim) {
+            let block = self.state.pool.check_claim_of(tenant, claim)?;
+            if block != Block::Credit(client) || !seen.insert(claim) {
                 return Err(crate::pool::ClaimError::NotCredit(claim).into());
             }
-            if self.state.pool.format_of(claim.place) != Some(s.format) {
+            if self.state.pool.format_of(claim.place) != Some(format) {
                 return Err(Refused::bad(format!("{claim} is of another format than {id}")));
             }
         }
@@ -368,9 +369,10 @@ impl Broker {
         r.end()?;
         one_of("free: reserved", free.reserved, 0)?;
         let mut seen = std::collections::BTreeSet::new();
+        let tenant = self.client(client).tenant;
         for block in blocks {
             let claim = block.id();
-            if self.state.pool.check_claim(claim)? != Block::Credit(client) {
+            if self.state.pool.check_claim_of(tenant, claim)? != Block::Credit(client) {
                 return Err(crate::pool::ClaimError::NotCredit(claim).into());
             }
             if !seen.insert(claim) {

@@ -24,7 +24,7 @@ use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[allow(missing_docs)]
 pub enum ClaimError {
-    #[error("{0} does not exist: it has been taken back")]
+    #[error("{0} does not exist for this tenant: it has been taken back, or never was its own")]
     NoExtent(ExtentId),
     #[error("{0} does not exist: the extent has fewer places")]
     NoSlot(BlockId),
@@ -222,6 +222,16 @@ impl Pool {
     /// The extents that `client` has the descriptor of.
     pub fn held_by(&self, client: ClientId) -> BTreeSet<ExtentId> {
         self.held.get(&client).cloned().unwrap_or_default()
+    }
+
+    /// [`check_claim`](Self::check_claim) for what a client of `tenant` names: of another tenant's extent it learns no
+    /// more than of one that does not exist, since lives of places would tell what the other one does.
+    pub fn check_claim_of(&self, tenant: Tenant, claim: BlockId) -> Result<Block, ClaimError> {
+        let extent = claim.place.extent;
+        match self.extents.get(&extent).and_then(Extent::owned) {
+            Some(owned) if owned.tenant == tenant => self.check_claim(claim),
+            _ => Err(ClaimError::NoExtent(extent)),
+        }
     }
 
     /// Turns a claim into a block in use, or says what is wrong with it.
