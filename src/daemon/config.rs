@@ -402,7 +402,7 @@ impl Default for Config {
 
 impl Config {
     /// Reads `path`, if it exists or `must_exist`, and the `*.toml` files of the directory `path` + `.d` in the order of
-    /// their names; later ones win, key by key. Then the command line.
+    /// their names; later ones win, key by key, `[[tenant]]` by uid, `[[profile]]` as a whole. Then the command line.
     pub fn read(path: &Path, must_exist: bool, over: &Overrides) -> Result<Self, ConfigError> {
         let mut merged = toml::Table::new();
         let mut origins = Origins::default();
@@ -492,6 +492,16 @@ impl Config {
         self.tenant_limit.map(|limit| (None, limit)).into_iter().chain(each)
     }
 
+    /// The limit that holds for `uid`, as it is written.
+    pub(super) fn limit_of(&self, uid: u32) -> Option<Size> {
+        self.tenants.get(&Tenant(uid)).and_then(|t| t.limit).or(self.tenant_limit)
+    }
+
+    /// The reserves of tenants as they are written.
+    pub(super) fn tenant_reserves(&self) -> impl Iterator<Item = (u32, Size)> + '_ {
+        self.tenants.iter().filter_map(|(tenant, t)| Some((tenant.0, t.reserve?)))
+    }
+
     fn from_file(file: File, over: &Overrides, origins: Origins) -> Result<Self, ConfigError> {
         let mut profiles =
             file.profile.iter().map(|t| profile(t, &origins)).collect::<Result<Vec<_>, _>>()?;
@@ -551,21 +561,6 @@ impl Config {
         if file.device.staging.bytes() > file.device.staging_total.bytes() {
             let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
             return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
-        }
-        let reserves: u64 = file.tenant.iter().filter_map(|t| t.reserve).map(Size::bytes).sum();
-        if reserves > pool_bytes {
-            let (all, pool) = (Size::from_bytes(reserves), Size::from_bytes(pool_bytes));
-            let text = format!("the reserves are {all} together, more than the pool of {pool}");
-            return Err(origins.refuse("tenant", text));
-        }
-        for t in &file.tenant {
-            if let (Some(reserve), Some(limit)) = (t.reserve, t.limit) {
-                if reserve.bytes() > limit.bytes() {
-                    let uid = t.uid;
-                    let text = format!("uid {uid}: a reserve of {reserve} is more than its limit of {limit}");
-                    return Err(origins.refuse("tenant", text));
-                }
-            }
         }
         let limits = Policy {
             connections: file.limits.connections,
@@ -707,9 +702,29 @@ fn merge(into: &mut toml::Table, from: toml::Table) {
     for (key, value) in from {
         match (into.get_mut(&key), value) {
             (Some(toml::Value::Table(old)), toml::Value::Table(new)) => merge(old, new),
+            (Some(toml::Value::Array(old)), toml::Value::Array(new)) if key == "tenant" => {
+                merge_tenants(old, new);
+            }
             (_, value) => _ = into.insert(key, value),
         }
     }
+}
+
+/// Tenants of several files stand beside each other, so that a file for one does not undo another's reserve; keys of the
+/// same tenant win as all keys do. One that stands twice in the same file stays there twice, and is refused later.
+fn merge_tenants(into: &mut Vec<toml::Value>, from: Vec<toml::Value>) {
+    let mut earlier = std::mem::take(into);
+    for new in from {
+        let same = earlier.iter().position(|old| old.get("uid") == new.get("uid"));
+        match (same.map(|at| earlier.remove(at)), new) {
+            (Some(toml::Value::Table(mut old)), toml::Value::Table(new)) => {
+                merge(&mut old, new);
+                into.push(toml::Value::Table(old));
+            }
+            (_, new) => into.push(new),
+        }
+    }
+    into.append(&mut earlier);
 }
 
 /// The parser's message, and for a key that nobody knows the nearest one that somebody does.
@@ -873,6 +888,32 @@ mod tests {
     }
 
     #[test]
+    fn tenants_of_several_files_stand_beside_each_other_and_profiles_are_those_of_the_last_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kvbroker.toml");
+        let drop_in = dir.path().join("kvbroker.toml.d");
+        std::fs::create_dir(&drop_in).unwrap();
+        let profile = |layers: u32| format!("[[profile]]\nlayers = {layers}\nkv-heads = 2\nhead-dim = 64\n");
+        let first = "[[tenant]]\nuid = 7\nreserve = \"6M\"\nlimit = \"60M\"\n";
+        std::fs::write(&path, format!("{first}{}", profile(8))).unwrap();
+        let second = "[[tenant]]\nuid = 8\nreserve = \"9M\"\n[[tenant]]\nuid = 7\nlimit = \"30M\"\n";
+        std::fs::write(drop_in.join("10-a.toml"), format!("{second}{}", profile(4))).unwrap();
+        std::fs::write(drop_in.join("20-b.toml"), "[[tenant]]\nuid = 9\npriority = 5\n").unwrap();
+        let read = || Config::read(&path, true, &Overrides::default()).map_err(|e| e.to_string());
+        let config = read().unwrap();
+        let policy = config.policy(3 << 20, false);
+        let of = |uid: u32| policy.tenants[&Tenant(uid)];
+        assert_eq!((of(7).reserve, of(7).limit), (2, Some(10)));
+        assert_eq!((of(8).reserve, of(8).limit), (3, None));
+        assert_eq!(of(9).priority, 5);
+        assert_eq!(config.profiles.len(), 1);
+        assert_eq!(config.profiles[0].groups()[0].layers.len(), 4);
+        // Twice in one file is a mistake, also where an earlier file has it.
+        std::fs::write(drop_in.join("20-b.toml"), "[[tenant]]\nuid = 7\n[[tenant]]\nuid = 7\n").unwrap();
+        assert!(read().unwrap_err().contains("uid = 7 stands there twice"));
+    }
+
+    #[test]
     fn a_value_that_no_start_could_serve_is_refused_with_its_file_key_and_value() {
         let refused = |text: &str| {
             let e = read(text).and_then(|c| c.consistent().map_err(|e| e.to_string())).unwrap_err();
@@ -905,6 +946,24 @@ mod tests {
             ("[limits]\ntenant = \"2M\"\n", "limits.tenant = 2M: a tenant owns whole extents, and one is 3M"),
             ("[[tenant]]\nuid = 7\nlimit = \"0B\"\n", "tenant = uid 7, limit 0B"),
             ("[[tenant]]\nuid = 4294967295\nlimit = \"96M\"\n", "no user can have this uid"),
+            ("[pool]\nextent = \"0B\"\n", "pool.extent = 0B: an extent of 0B is not a whole number"),
+            // A reserve is whole extents of 3 MiB, a limit as well: one rounds up, the other down.
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"200M\"\n[[tenant]]\nuid = 8\nreserve = \"55M\"\n",
+                "tenant = 258M: the reserves are 86 extents together, and the pool has 85",
+            ),
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"8388608T\"\n[[tenant]]\nuid = 8\nreserve = \"8388608T\"\n",
+                "the reserves are",
+            ),
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"4M\"\nlimit = \"5M\"\n",
+                "tenant = uid 7, reserve 4M, limit 5M: that is 2 extents of 3 MiB reserved, and 1 allowed",
+            ),
+            (
+                "[limits]\ntenant = \"3M\"\n[[tenant]]\nuid = 7\nreserve = \"6M\"\n",
+                "tenant = uid 7, reserve 6M, limit 3M",
+            ),
             ("[[profile]]\nmodel = \"/nowhere/config.json\"\n", "[[profile]] model: "),
         ] {
             let said = refused(text);
