@@ -28,6 +28,8 @@ mod store;
 pub mod tenant;
 mod usage;
 mod verbs;
+#[cfg(test)]
+mod verify_test;
 mod window;
 #[cfg(test)]
 mod window_test;
