@@ -21,6 +21,9 @@ use crate::profile::Profile;
 use crate::size::Size;
 use crate::store::Location;
 
+/// The largest file that is read: the shipped one, with every key and a comment to each, has 5 KiB.
+const MOST_BYTES: u64 = 1 << 20;
+
 /// Why there is no configuration.
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
@@ -407,7 +410,7 @@ impl Config {
         let mut merged = toml::Table::new();
         let mut origins = Origins::default();
         let mut files = Vec::new();
-        match std::fs::read_to_string(path) {
+        match read_text(path) {
             Ok(text) => files.push((path.to_path_buf(), text)),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound && !must_exist => {}
             Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
@@ -677,6 +680,23 @@ fn profile(t: &ProfileTable, origins: &Origins) -> Result<Profile, ConfigError> 
         .map_err(|e| value(format!("[[profile]] {name}: {e}")))
 }
 
+/// A file of a configuration's size: a pipe is never waited for, and what has no end is not read to it.
+fn read_text(path: &Path) -> std::io::Result<String> {
+    let wrong = |why: String| std::io::Error::new(std::io::ErrorKind::InvalidInput, why);
+    // Looked at before it is opened: to open a pipe is to wait for who writes it.
+    let meta = std::fs::metadata(path)?;
+    if !meta.is_file() {
+        return Err(wrong("this is no regular file".into()));
+    }
+    if meta.len() > MOST_BYTES {
+        return Err(wrong(format!(
+            "the file has {} bytes, more than the {MOST_BYTES} of any configuration",
+            meta.len()
+        )));
+    }
+    std::fs::read_to_string(path)
+}
+
 fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
     let mut directory = path.as_os_str().to_owned();
     directory.push(".d");
@@ -695,7 +715,7 @@ fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
         }
     }
     paths.sort();
-    paths.into_iter().map(|p| Ok((p.clone(), std::fs::read_to_string(&p).map_err(read(p))?))).collect()
+    paths.into_iter().map(|p| Ok((p.clone(), read_text(&p).map_err(read(p))?))).collect()
 }
 
 fn merge(into: &mut toml::Table, from: toml::Table) {
@@ -885,6 +905,30 @@ mod tests {
         assert_eq!(read(&over).unwrap().pool_bytes, 8 << 20);
         std::fs::write(drop_in.join("40-d.toml"), "[pol]\n").unwrap();
         assert!(read(&Overrides::default()).unwrap_err().to_string().contains("40-d.toml"));
+    }
+
+    #[test]
+    fn what_is_no_file_of_a_configurations_size_or_nested_without_end_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kvbroker.toml");
+        let drop_in = dir.path().join("kvbroker.toml.d");
+        std::fs::create_dir(&drop_in).unwrap();
+        let read = || Config::read(&path, true, &Overrides::default()).unwrap_err().to_string();
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(read().ends_with("kvbroker.toml: this is no regular file"), "{}", read());
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
+        assert!(read().contains("the file has 1048577 bytes, more than"), "{}", read());
+        for deep in [format!("a = {}", "[".repeat(200_000)), format!("[{}a]", "a.".repeat(200_000))] {
+            std::fs::write(&path, deep).unwrap();
+            let said = read();
+            assert!(said.contains("kvbroker.toml: line 1"), "{}", &said[..said.len().min(200)]);
+        }
+        std::fs::write(&path, [0xff, 0xfe]).unwrap();
+        assert!(read().contains("UTF-8"), "{}", read());
+        std::fs::write(&path, "").unwrap();
+        std::fs::create_dir(drop_in.join("10-a.toml")).unwrap();
+        assert!(read().ends_with("10-a.toml: this is no regular file"), "{}", read());
     }
 
     #[test]

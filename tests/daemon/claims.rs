@@ -475,3 +475,24 @@ fn a_request_in_the_middle_of_another_of_several_messages_leaves_both_right() {
     drop((mine, donor));
     daemon.lives();
 }
+
+#[test]
+fn a_user_that_the_kernel_cannot_name_is_no_tenant() {
+    let mut daemon = Daemon::new();
+    let before = books(&daemon);
+    let socket = daemon.place.socket();
+    std::thread::spawn(move || {
+        const NOBODY: libc::uid_t = 65534;
+        // SAFETY: the call itself, not libc's, changes this one thread, which ends after this.
+        let done = unsafe { libc::syscall(libc::SYS_setresuid, NOBODY, NOBODY, NOBODY) };
+        assert_eq!(done, 0, "run as root: sudo -E cargo test --test daemon");
+        let mut raw = Raw::connect(&socket).unwrap();
+        let refusal = raw.receive().expect("a word before the end");
+        refused(&refusal, Fault::BadRequest, "uid 65534");
+        assert_eq!(raw.receive(), None);
+    })
+    .join()
+    .unwrap();
+    until("nothing is left of it", || books(&daemon) == before);
+    daemon.lives();
+}
