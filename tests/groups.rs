@@ -427,10 +427,12 @@ fn layers_are_called_by_their_number_and_no_number_twice() {
     let c = client(&broker, 0);
     let layers = |numbers: &[u32]| numbers.iter().map(|n| (*n, Layer { k_row: 64, v_row: 64 })).collect();
     let group = |numbers: &[u32], window| Group { layers: layers(numbers), window };
-    let profile = |groups| Profile::new("odd", "f16", Layout::PlaneMajor, 16, groups).unwrap();
-    let twice = profile(vec![group(&[1, 4], None), group(&[4, 7], Some(32))]);
-    assert!(c.grouped_profile(&twice).unwrap_err().to_string().contains("layer 4 is there twice"));
-    let gaps = c.grouped_profile(&profile(vec![group(&[1, 9], None), group(&[4], Some(32))])).unwrap();
+    let profile = |groups| Profile::new("odd", "f16", Layout::PlaneMajor, 16, groups);
+    for wrong in [vec![group(&[1, 4], None), group(&[4, 7], Some(32))], vec![group(&[7, 4], None)]] {
+        assert!(profile(wrong).unwrap_err().to_string().contains("layer 4 is there twice, or behind"));
+    }
+    let gaps =
+        c.grouped_profile(&profile(vec![group(&[1, 9], None), group(&[4], Some(32))]).unwrap()).unwrap();
     assert_eq!(gaps.layers().collect::<Vec<_>>(), [1, 4, 9]);
     assert_eq!([1, 4, 9, 2].map(|layer| gaps.group_of(layer)), [Some(0), Some(1), Some(0), None]);
     let mut s = c.open_grouped(&gaps, OpenOptions::default()).unwrap();

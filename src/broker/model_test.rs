@@ -672,7 +672,10 @@ impl Model {
 
     /// What is wrong with a claim that must be credit of `client`.
     fn claim(&self, claim: BlockId, client: u64) -> Result<usize, Fault> {
-        let Some((_, format, _)) = self.owned.get(&claim.place.extent) else { return Err(Fault::Stale) };
+        // Of another tenant's extent nobody learns more than of one that is not there.
+        let uid = self.clients.get(&client).map(|c| c.0);
+        let owned = self.owned.get(&claim.place.extent).filter(|o| Some(o.0) == uid);
+        let Some((_, format, _)) = owned else { return Err(Fault::Stale) };
         if claim.place.slot >= FORMATS[*format].1 {
             return Err(Fault::BadRequest);
         }

@@ -56,10 +56,6 @@ impl Client {
             layers.extend(places.map(|(index, (number, _))| Place { number: *number, group, index }));
         }
         layers.sort_by_key(|l| l.number);
-        if let Some(twice) = layers.windows(2).find(|w| w[0].number == w[1].number) {
-            let text = format!("profile {}: layer {} is there twice", profile.name(), twice[0].number);
-            return Err(Error::Invalid(text));
-        }
         let wrong = |e: ProfileError| Error::Invalid(e.to_string());
         let register = |group| self.profile(&profile.group_alone(group).map_err(wrong)?);
         let groups = (0..profile.groups().len()).map(register).collect::<Result<_, _>>()?;
