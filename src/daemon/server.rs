@@ -107,6 +107,8 @@ pub(super) struct Server {
     /// Connections that may have unread descriptors, and the most that this process may have in flight.
     in_flight: BTreeSet<ClientId>,
     most_in_flight: usize,
+    /// Something has happened to a tombstone.
+    stirred: bool,
     connections_per_tenant: u32,
     /// When windows that are closed, and that somebody may still hold, are looked at again.
     recheck_at: Option<Instant>,
@@ -156,6 +158,7 @@ impl Server {
             tombstones: Vec::new(),
             in_flight: BTreeSet::new(),
             most_in_flight: most_in_flight(),
+            stirred: false,
             connections_per_tenant,
             recheck_at: None,
             crowded: BTreeSet::new(),
@@ -277,8 +280,9 @@ impl Server {
             }
             Token::Operator(id) => self.operator(id, events),
             Token::Pressure => self.pressure.triggered(events),
-            // An event of a connection that ended earlier in this turn.
-            Token::Client(_) | Token::Process(_) | Token::Signal => {}
+            // Of a connection that ended earlier in this turn, or is a tombstone.
+            Token::Client(_) => self.stirred = true,
+            Token::Process(_) | Token::Signal => {}
         }
     }
 
@@ -482,16 +486,20 @@ impl Server {
 
     fn end(&mut self, id: ClientId) {
         let Some(mut connection) = self.connections.remove(&id) else { return };
-        let _ = self.epoll.delete(&connection);
         if let Some(pidfd) = &connection.pidfd {
             let _ = self.epoll.delete(pidfd);
         }
         self.broker.disconnect(id);
         if has_unread(&connection.socket) {
-            // The peer may read to the end, and then sees that it is the end.
+            // The peer may read to the end, and then sees that it is the end. When it reads, or closes, epoll tells: edges
+            // only, since a connection that has been shut down is hung up on all the time.
             connection.socket.shut_down();
+            let edges = EpollFlags::EPOLLOUT | EpollFlags::EPOLLET;
+            let _ = self.epoll.modify(&connection, &mut EpollEvent::new(edges, Token::Client(id).pack()));
             let (uid, descriptors) = (connection.uid, connection.in_flight());
             self.tombstones.push(Tombstone { uid, socket: connection.socket, descriptors });
+        } else {
+            let _ = self.epoll.delete(&connection);
         }
     }
 
@@ -594,6 +602,9 @@ impl Server {
 
     /// After every turn.
     fn settle(&mut self) {
+        if std::mem::take(&mut self.stirred) {
+            self.tombstones.retain(|t| has_unread(&t.socket));
+        }
         for id in std::mem::take(&mut self.crowded) {
             self.flush(id);
         }

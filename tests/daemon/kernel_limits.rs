@@ -208,6 +208,8 @@ fn a_dropped_connection_with_unread_descriptors_counts_against_its_user_until_th
     other.must("open");
     other.must("ensure 0 64");
     drop((deaf, other));
+    // At once, and not only when somebody connects the next time.
+    until("all descriptors are closed", || daemon.clients() == 0 && daemon.fds() <= fds);
     until("it may connect again", || {
         let mut raw = daemon.raw();
         let label = wire::label("raw");
