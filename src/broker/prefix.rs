@@ -350,6 +350,11 @@ impl Prefixes {
         Some(block)
     }
 
+    /// The look-up that found nothing here has found it elsewhere.
+    pub fn count_found(&mut self) {
+        self.hits += 1;
+    }
+
     /// The block under `name`.
     pub fn get(&self, name: &Digest) -> Option<BlockId> {
         self.nodes.get(name).map(|n| n.block)
@@ -371,6 +376,12 @@ impl Prefixes {
         if let Some(node) = self.nodes.get_mut(name).filter(|n| n.block == block) {
             node.checksum = Some(sum);
         }
+    }
+
+    /// The name of a published block.
+    pub fn name_of(&self, block: BlockId) -> Option<Digest> {
+        let name = *self.by_place.get(&block.place)?;
+        self.nodes.get(&name).filter(|n| n.block == block).map(|_| name)
     }
 
     /// The chains for which a block is pinned.

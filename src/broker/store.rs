@@ -509,7 +509,9 @@ impl Broker {
                     self.state.pool.seal(block.place);
                     let (tenant, format, block) = (*tenant, *format, *block);
                     let publication = Publication { name, parent, block, tenant, format, priority };
-                    self.state.prefixes.publish(publication);
+                    if self.state.prefixes.publish(publication) {
+                        self.sum_later(block);
+                    }
                 }
                 None => {}
             }
@@ -523,7 +525,7 @@ impl Broker {
         let (tenant, model, label) = (*tenant, head.model.0, head.label.clone());
         let (blocks, tokens) = (head.blocks.len() as u32, head.tokens);
         let pin = Pin { tenant, pid: 0, label, blocks, tokens, model };
-        self.state.prefixes.set_pin(chain, Some(pin));
+        self.set_pin(chain, Some(pin));
         Ok(())
     }
 
@@ -569,6 +571,13 @@ impl Broker {
         let Some(store) = &mut self.store else { return };
         let Some(task) = store.task.take() else { return };
         store.finished = Some((task.number, task.report));
+        self.end_waiting_for_copies();
+    }
+
+    /// Look-ups that waited go on, when all is read and what is common to several tenants is copied.
+    pub(super) fn end_waiting_for_copies(&mut self) {
+        let busy = self.common_has_work();
+        let Some(store) = self.store.as_mut().filter(|s| s.task.is_none() && !busy) else { return };
         self.stirred |= store.until.take().is_some();
     }
 

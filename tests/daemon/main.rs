@@ -3,6 +3,7 @@
 //! Runs as root, because clients of several uids are what isolation is about; as another user the tests that need them
 //! fail and say so.
 
+mod common;
 mod governing;
 mod hold;
 mod hostile;
