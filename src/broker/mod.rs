@@ -986,9 +986,12 @@ impl Broker {
         if let Some(client) = self.state.clients.get_mut(&session.client) {
             client.sessions.remove(&id);
         }
-        // From the tail: of a chain that goes altogether, no block is left without its parent in between.
-        for block in session.table.iter().rev() {
-            self.let_go(*block, None);
+        // From the tail: of a chain that goes altogether, no block is left without its parent in between. Of layers with a
+        // window it is the other way round: the end is what is still of use.
+        if self.is_windowed(session.format) {
+            session.table.iter().for_each(|block| _ = self.let_go(*block, None));
+        } else {
+            session.table.iter().rev().for_each(|block| _ = self.let_go(*block, None));
         }
         self.check_windows(id);
     }

@@ -328,6 +328,10 @@ impl Model {
     /// Whether a block and all that continues it is held by nobody.
     fn is_evictable(&self, block: BlockId) -> bool {
         let name = self.lives[&block].published.as_ref().unwrap();
+        // Of a window, what continues a block does not need it.
+        if WINDOWS[name.1].is_some() {
+            return self.is_cached(block);
+        }
         let continues = |n: &Name| (n.0, n.1) == (name.0, name.1) && n.2.starts_with(&name.2);
         // A chain may have a hole: what is behind it continues nothing that can be found.
         let all: Vec<_> = self.lives.iter().filter_map(|(b, l)| Some((*b, l.published.as_ref()?))).collect();
@@ -1273,6 +1277,9 @@ impl Run {
         // Whatever continues an evicted block must be gone too: the ends go first.
         for block in &gone {
             let name = self.model.lives[block].published.clone().unwrap();
+            if WINDOWS[name.1].is_some() {
+                continue;
+            }
             let per_block = FORMATS[name.1].0 as usize;
             let child = |n: &Name| {
                 (n.0, n.1) == (name.0, name.1)

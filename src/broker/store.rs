@@ -518,7 +518,8 @@ impl Broker {
                     debug_assert_eq!(held, Ok(()), "it is the broker's credit");
                     self.state.pool.seal(block.place);
                     let (tenant, format, block) = (*tenant, *format, *block);
-                    let publication = Publication { name, parent, block, tenant, format, priority };
+                    let windowed = self.is_windowed(format);
+                    let publication = Publication { name, parent, block, tenant, format, priority, windowed };
                     if self.state.prefixes.publish(publication) {
                         self.sum_later(block);
                     }

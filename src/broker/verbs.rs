@@ -449,6 +449,11 @@ impl Broker {
         done(reply)
     }
 
+    /// Whether a format is of layers with a sliding window.
+    pub(super) fn is_windowed(&self, format: FormatId) -> bool {
+        self.state.formats.get(&format).is_some_and(|f| f.profile.groups().iter().any(|g| g.window.is_some()))
+    }
+
     /// Publishes a sealed block of a session's table.
     fn publish(
         &mut self,
@@ -459,8 +464,16 @@ impl Broker {
     ) -> bool {
         let s = &self.state.sessions[&id];
         let (tenant, format, priority) = (s.tenant, s.format, s.priority);
-        let published =
-            self.state.prefixes.publish(Publication { name, parent, block, tenant, format, priority });
+        let windowed = self.is_windowed(format);
+        let published = self.state.prefixes.publish(Publication {
+            name,
+            parent,
+            block,
+            tenant,
+            format,
+            priority,
+            windowed,
+        });
         if published {
             self.sum_later(block);
         }

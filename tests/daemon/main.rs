@@ -11,6 +11,7 @@ mod lifetime;
 mod observe;
 mod profiles;
 mod roles;
+mod sharing;
 mod start;
 mod store;
 mod support;

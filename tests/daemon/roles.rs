@@ -85,6 +85,13 @@ impl Role {
                 "ok".into()
             }
             "ensure" => verdict(self.session(n[0]).ensure(n[1])),
+            "fork" => match self.session(n[0]).fork() {
+                Ok(twin) => {
+                    self.sessions.push(Some(twin));
+                    "ok".into()
+                }
+                Err(e) => verdict(Err(e)),
+            },
             "writable" => verdict(self.session(n[0]).writable(n[1]..n[2])),
             "trim" => verdict(self.session(n[0]).trim(n[1])),
             "reserve" => verdict(self.profile.reserve(n[0] as u32)),
