@@ -1894,7 +1894,8 @@ impl Run {
         if self.extents_waiter().is_some() {
             return;
         }
-        match dice.roll(7) {
+        let pins: Vec<Digest> = self.broker.state.prefixes.pins().map(|(chain, _)| *chain).collect();
+        match dice.roll(if pins.is_empty() { 4 } else { 9 }) {
             0 => {
                 let all = self.model.evictable_of_all(None);
                 self.log.push(format!("memory is short: half of {all} cached blocks go"));
@@ -1905,33 +1906,40 @@ impl Run {
             1 => {
                 let uid = dice.one_in(2).then(|| [1000, RESERVED.0, LIMITED.0][dice.roll(3)]);
                 let most = 1 + dice.roll(4) as u64;
-                let go = self.model.evictable_of_all(uid).min(most);
-                self.log.push(format!("{most} blocks of {uid:?} are evicted: {go}"));
-                self.model.evictions = (go, false);
-                self.pressed += go;
-                let report = self.broker.evict(&Evict::Blocks { most, tenant: uid.map(Tenant) });
-                assert_eq!(report.blocks, go);
+                self.evict(most, uid);
             }
             2 => {
                 self.model.draining = !self.model.draining;
                 self.log.push(format!("draining: {}", self.model.draining));
                 self.broker.set_draining(self.model.draining);
             }
-            3 => {
-                let pins: Vec<Digest> = self.broker.state.prefixes.pins().map(|(chain, _)| *chain).collect();
+            3 => return self.load(dice),
+            4 => {
                 let Some(chain) = dice.pick(&pins) else { return };
-                let end = self.broker.state.prefixes.get(&chain);
-                let name = end.and_then(|b| self.model.lives[&b].published.clone());
-                self.log.push(format!("{name:?} is unpinned"));
-                if let Some(name) = name {
-                    self.model.unpin(&name);
-                }
-                assert!(self.broker.unpin(&chain).is_some());
+                self.unpin(chain);
             }
-            4 | 5 => return self.save(),
-            _ => return self.load(),
+            _ => return self.save(),
         }
         self.judge_retry(None);
+    }
+
+    fn unpin(&mut self, chain: Digest) {
+        let end = self.broker.state.prefixes.get(&chain);
+        let name = end.and_then(|b| self.model.lives[&b].published.clone());
+        self.log.push(format!("{name:?} is unpinned"));
+        if let Some(name) = name {
+            self.model.unpin(&name);
+        }
+        assert!(self.broker.unpin(&chain).is_some());
+    }
+
+    fn evict(&mut self, most: u64, uid: Option<u32>) {
+        let go = self.model.evictable_of_all(uid).min(most);
+        self.log.push(format!("{most} blocks of {uid:?} are evicted: {go}"));
+        self.model.evictions = (go, false);
+        self.pressed += go;
+        let report = self.broker.evict(&Evict::Blocks { most, tenant: uid.map(Tenant) });
+        assert_eq!(report.blocks, go);
     }
 
     /// Runs what has to do with files to its end. What else is ordered meanwhile is the worker's.
@@ -1981,9 +1989,19 @@ impl Run {
 
     /// Loading takes blocks as its tenants' own requests would: which it was is the broker's word, that nothing else has
     /// changed is not.
-    fn load(&mut self) {
-        if self.stored.is_none() || !self.jobs.is_empty() || !self.model.waiters.is_empty() {
+    fn load(&mut self, dice: &mut Dice<'_>) {
+        if self.stored.is_none() {
             return;
+        }
+        if dice.one_in(2) {
+            // As if they had been lost: then there is something to load.
+            let pins: Vec<Digest> = self.broker.state.prefixes.pins().map(|(chain, _)| *chain).collect();
+            for chain in pins {
+                self.unpin(chain);
+                self.judge_retry(None);
+            }
+            self.evict(u64::MAX, None);
+            self.judge_retry(None);
         }
         let number = self.broker.load_prefixes().unwrap();
         let report = self.run_store(number);
@@ -2097,7 +2115,7 @@ impl Run {
             return self.lend(dice);
         }
         // A drain is a short one.
-        if dice.one_in(if self.model.draining { 6 } else { 25 }) {
+        if dice.one_in(if self.model.draining { 6 } else { 15 }) {
             return self.operate(dice);
         }
         let kind = dice.roll(68);
