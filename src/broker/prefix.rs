@@ -276,7 +276,8 @@ impl Prefixes {
 
     /// The block at `place`, if it is published, is held by somebody.
     pub fn hold(&mut self, place: Place) {
-        if let Some(name) = self.by_place.get(&place).copied() {
+        let Some(name) = self.by_place.get(&place).copied() else { return };
+        if self.is_idle(&name) {
             self.change(&name, |node| node.idle = false);
         }
     }
@@ -362,9 +363,15 @@ impl Prefixes {
     /// The block under `name`, counted as a look-up.
     pub fn look_up(&mut self, name: &Digest) -> Option<BlockId> {
         self.queries += 1;
-        let block = self.nodes.get(name)?.block;
+        let node = self.nodes.get_mut(name)?;
         self.hits += 1;
-        self.change(name, |node| node.hits = node.hits.saturating_add(1));
+        let (block, found) = (node.block, node.hits.saturating_add(1));
+        // Only the first find of what is in the order of eviction changes its place there.
+        if node.idle && node.hits == 0 {
+            self.change(name, |node| node.hits = found);
+        } else {
+            node.hits = found;
+        }
         Some(block)
     }
 

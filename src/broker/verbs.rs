@@ -81,6 +81,7 @@ impl Broker {
             return Err(Refused::bad(text).numbers(theirs.into(), ours.into()));
         }
         let label = wire::label_text(&hello.label)?;
+        let copies = self.common_places_for(self.client(client).tenant);
         let c = self.state.clients.get_mut(&client).expect("checked by the caller");
         c.label = label;
         c.greeted = true;
@@ -94,7 +95,7 @@ impl Broker {
             extents: self.state.wanted_extents.max(self.state.pool.extents().len() as u32).into(),
             page_bytes: (crate::map::page_bytes() as u32).into(),
             backend: self.heap.backend().code().into(),
-            copies: self.common_places().into(),
+            copies: copies.into(),
         });
         done(reply)
     }

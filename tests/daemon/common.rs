@@ -67,6 +67,7 @@ fn a_prompt_that_the_configuration_names_is_found_by_the_tenants_named_and_by_no
     assert_eq!(shown.len(), 1, "{shown:?}");
     assert_eq!((&shown[0]["uid"], &shown[0]["blocks"]), (&DONOR.into(), &3.into()));
     assert_eq!((&shown[0]["readers"][0], &shown[0]["connections"]), (&READER.into(), &1.into()));
+    assert_eq!(daemon.admin("status")["common_bytes"], 3 * BLOCK);
     let report = daemon.admin("prefixes");
     assert_eq!((&report["common_bytes"], &report["common_hits"]), (&(3 * BLOCK).into(), &3.into()));
     daemon.lives();
