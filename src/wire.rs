@@ -86,8 +86,8 @@ wire! {
         page_bytes: U32,
         /// What the extents are: 1 dma-heap, 2 memfd, 4 udmabuf.
         backend: U32,
-        /// 0.
-        reserved: U32,
+        /// Extents beside the pool that this client may come to get, for reading only.
+        copies: U32,
     }
 
     /// `profile`: the geometry of one layer group; then `layers` times [`LayerRow`].
@@ -332,8 +332,8 @@ wire! {
     struct ExtentInfo {
         /// The extent.
         extent: U32,
-        /// 0.
-        reserved: U32,
+        /// [`READ_ONLY`].
+        flags: U32,
     }
 
     /// A block by name: 16 bytes.
@@ -426,6 +426,8 @@ wire! {
     }
 }
 
+/// The extent can be mapped for reading only, and is as long as its descriptor says (`fstat`).
+pub const READ_ONLY: u32 = 1;
 /// The block reads as zero.
 pub const ZERO: u32 = 1;
 /// The block is sealed: it is read, never written.

@@ -296,7 +296,7 @@ impl Client {
         };
         // Twice the pool: an extent that the broker has renewed comes under a new name while the old one may still be
         // mapped here.
-        let places = info.extents.saturating_mul(2).saturating_add(2);
+        let places = info.extents.saturating_mul(2).saturating_add(2).saturating_add(welcome.copies.get());
         let arena = Arena::new(places, info.extent_bytes as usize)
             .map_err(|source| Error::Map { what: "the address range of the pool".into(), source })?;
         let shared = Shared {
@@ -586,9 +586,9 @@ impl Shared {
                 "a grant names {named} extents and brings {came} descriptors"
             )));
         }
-        for (&id, fd) in grant.extents.iter().zip(message.fds) {
+        for ((&id, &writable), fd) in grant.extents.iter().zip(&grant.writable).zip(message.fds) {
             let what = || format!("{id} of {} bytes", self.info.extent_bytes);
-            self.arena.map(id, fd).map_err(|source| Error::Map { what: what(), source })?;
+            self.arena.map(id, fd, writable).map_err(|source| Error::Map { what: what(), source })?;
         }
         let spare = |&(BlockId { place, generation }, flags): &(BlockId, u32)| {
             let missing = || Error::Protocol(format!("{} was granted without its descriptor", place.extent));
@@ -678,6 +678,8 @@ impl Shared {
 struct ParsedGrant {
     tokens: u64,
     extents: Vec<ExtentId>,
+    /// Of each extent, whether it may be written.
+    writable: Vec<bool>,
     blocks: Vec<(BlockId, u32)>,
 }
 
@@ -692,6 +694,7 @@ impl ParsedGrant {
         Ok(ParsedGrant {
             tokens: grant.tokens.get(),
             extents: extents.iter().map(|e| ExtentId(e.extent.get())).collect(),
+            writable: extents.iter().map(|e| e.flags.get() & wire::READ_ONLY == 0).collect(),
             blocks: blocks.iter().map(|b| (b.block.id(), b.flags.get())).collect(),
         })
     }

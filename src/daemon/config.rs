@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use super::check::{self, Outlook};
 use super::pressure;
-use crate::broker::{Eviction, Policy, StorePolicy, TenantPolicy};
+use crate::broker::{CommonRule, Eviction, Policy, StorePolicy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
 use crate::heap::{Backend, DmaHeap};
 use crate::id::Tenant;
@@ -211,6 +211,16 @@ struct CacheTable {
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 struct PrefixTable {
     store: StoreTable,
+    common: Vec<CommonTable>,
+    common_limit: Option<Size>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct CommonTable {
+    uid: u32,
+    label: String,
+    tenants: Vec<u32>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -448,6 +458,16 @@ impl Config {
         check::possible_here(self)
     }
 
+    /// Whether prompts are common to several tenants.
+    pub(super) fn shares_prompts(&self) -> bool {
+        !self.limits.common.is_empty()
+    }
+
+    /// Bytes that read-only copies of these may have.
+    pub(super) fn common_bytes(&self) -> u64 {
+        self.limits.common_bytes
+    }
+
     /// The configured size of the pool.
     pub fn pool(&self) -> Size {
         Size::from_bytes(self.pool_bytes)
@@ -565,7 +585,10 @@ impl Config {
             let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
             return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
         }
+        let (common, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
         let limits = Policy {
+            common,
+            common_bytes,
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
             sessions_per_connection: file.limits.sessions_per_connection,
@@ -636,6 +659,34 @@ impl Config {
             },
             ..self.limits.clone()
         }
+    }
+}
+
+/// Whose prompts are common to whom, and the bytes that copies may have.
+fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<(Vec<CommonRule>, u64), ConfigError> {
+    let wrong = |value: String, why: &str| Err(origins.wrong("prefix.common", value, why.into()));
+    let mut rules = Vec::new();
+    for c in &t.common {
+        let value = format!("uid {}, label {:?}", c.uid, c.label);
+        if c.label.is_empty() {
+            return wrong(
+                value,
+                "name the prompts: the beginning of the label of their pins (kvbctl status)",
+            );
+        }
+        if c.tenants.is_empty() || c.tenants.contains(&c.uid) {
+            return wrong(value, "tenants names those who may read it beside the one who pins it");
+        }
+        let readers = c.tenants.iter().copied().map(Tenant).collect();
+        rules.push(CommonRule { donor: Tenant(c.uid), label: c.label.clone(), readers });
+    }
+    match (t.common_limit, rules.is_empty()) {
+        (Some(limit), true) => {
+            let why = "there is no [[prefix.common]] that it could limit".into();
+            Err(origins.wrong("prefix.common-limit", limit.exact(), why))
+        }
+        (_, true) => Ok((rules, 0)),
+        (limit, false) => Ok((rules, limit.map_or(pool / 4, Size::bytes))),
     }
 }
 
@@ -843,6 +894,8 @@ mod tests {
             "directory",
             "tenants",
             "labels",
+            "common-limit",
+            "label",
             "model",
             "name",
             "layers",

@@ -381,6 +381,10 @@ impl Pool {
         let warmth = owned.warmth;
         let slot = &mut owned.slots[place.slot as usize];
         let from = std::mem::replace(&mut slot.block, to);
+        if matches!((from, to), (Block::Held { .. }, Block::Held { .. })) && from.account() == to.account() {
+            // One table more or less: nothing that is counted has changed.
+            return;
+        }
         let (was_free, is_free) = (from == Block::Free, to == Block::Free);
         let key = (owned.tenant, owned.format, owned.home);
         let bytes = owned.slot_bytes;
