@@ -332,8 +332,8 @@ wire! {
     struct ExtentInfo {
         /// The extent.
         extent: U32,
-        /// 0.
-        reserved: U32,
+        /// [`EXTENT_ALONE`].
+        flags: U32,
     }
 
     /// A block by name: 16 bytes.
@@ -433,6 +433,9 @@ pub const SEALED: u32 = 2;
 /// Not a new block: one that left the table and is the client's credit again.
 pub const RETURNED: u32 = 4;
 
+/// The configured device is not coherent: it imports this extent only while one session writes it, and while there is no
+/// credit in it.
+pub const EXTENT_ALONE: u32 = 1;
 /// The device may not write what is under the window.
 pub const WINDOW_READ_ONLY: u32 = 1;
 /// A dma-buf comes with the reply: the window (udmabuf), or the staging buffer (bounce).

@@ -74,7 +74,7 @@ fn every_structure_is_in_the_document_byte_by_byte() {
         Grow { report, want, least }
         Reserve { format, want }
         Grant { tokens, extents, blocks }
-        ExtentInfo { extent, reserved }
+        ExtentInfo { extent, flags }
         GrantedBlock { block, flags, reserved }
         Trim { report, tokens, head, release }
         Free { count, reserved }

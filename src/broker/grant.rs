@@ -436,8 +436,9 @@ impl Broker {
             extents: (extents.len() as u32).into(),
             blocks: (blocks.len() as u32).into(),
         });
+        let flags = if self.imports_need_one_writer() { wire::EXTENT_ALONE } else { 0 };
         for e in &extents {
-            reply.body.put(&ExtentInfo { extent: e.0.into(), reserved: 0.into() });
+            reply.body.put(&ExtentInfo { extent: e.0.into(), flags: flags.into() });
         }
         for (block, flags) in blocks {
             reply.body.put(&GrantedBlock { block: block.into(), flags: flags.into(), reserved: 0.into() });

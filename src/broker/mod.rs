@@ -9,6 +9,7 @@
 //! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
 
 mod admission;
+mod alone;
 mod consent;
 mod drain;
 mod elastic;
@@ -928,6 +929,7 @@ impl Broker {
             ));
         }
         self.check_loans()?;
+        self.check_alone()?;
         self.check_consent()
     }
 
