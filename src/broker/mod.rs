@@ -9,6 +9,7 @@
 //! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
 
 mod admission;
+mod alone;
 pub(crate) mod common;
 mod consent;
 mod drain;
@@ -974,6 +975,7 @@ impl Broker {
         }
         self.check_loans()?;
         self.check_copies()?;
+        self.check_alone()?;
         self.check_consent()
     }
 

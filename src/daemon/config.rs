@@ -61,6 +61,8 @@ pub struct DeviceTable {
     pub node: Option<PathBuf>,
     /// Bits of an address of it.
     pub address_bits: u32,
+    /// Whether it sees what CPUs have in their caches; if nothing is said, see [`Config::device_coherent`].
+    pub coherent: Option<bool>,
     /// The IOMMU's.
     pub iommu: PathBuf,
     /// What makes dma-bufs of memfds.
@@ -78,6 +80,7 @@ impl Default for DeviceTable {
         DeviceTable {
             node: None,
             address_bits: 32,
+            coherent: None,
             iommu: "/dev/iommu".into(),
             udmabuf: "/dev/udmabuf".into(),
             staging: Size::from_bytes(2 << 20),
@@ -368,6 +371,9 @@ pub struct Config {
     pub device: DeviceAccess,
     /// What else is known of that device.
     pub device_table: DeviceTable,
+    /// Whether the device is coherent: as configured, else what is true of every device driven through VFIO, which binds no
+    /// other, and of DMA on x86-64.
+    pub device_coherent: bool,
     /// The heap, if one is named.
     pub heap: Option<PathBuf>,
     /// Where heaps are.
@@ -577,6 +583,12 @@ impl Config {
                 "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
             return Err(origins.wrong("pool.device", "vfio", why.into()));
         }
+        let vfio = file.pool.device == DeviceAccess::Vfio;
+        if vfio && file.device.coherent == Some(false) {
+            let why = "VFIO binds coherent devices only: leave it out, or name another pool.device";
+            return Err(origins.wrong("device.coherent", "false", why.into()));
+        }
+        let device_coherent = file.device.coherent.unwrap_or(vfio || cfg!(target_arch = "x86_64"));
         if !(20..=64).contains(&file.device.address_bits) {
             let bits = file.device.address_bits.to_string();
             return Err(origins.wrong("device.address-bits", &bits, "a device has 20 to 64".into()));
@@ -610,6 +622,7 @@ impl Config {
             backend: over.backend.unwrap_or(file.pool.backend),
             device: file.pool.device,
             device_table: file.device,
+            device_coherent,
             heap: over.heap.clone().or(file.pool.heap),
             heap_directory: file.pool.heap_directory,
             extent: over.extent.unwrap_or(file.pool.extent),
@@ -906,6 +919,7 @@ mod tests {
             "scrub",
             "node",
             "address-bits",
+            "coherent",
             "iommu",
             "udmabuf",
             "staging",
@@ -928,6 +942,9 @@ mod tests {
         assert!(read("[pool]\nsize = 256\n").unwrap_err().contains("line 2"));
         assert!(read("[pool]\nbackend = \"vram\"\n").unwrap_err().contains("vram"));
         assert!(read("[pool]\ndevice = \"vfio\"\n").unwrap_err().contains("needs device.node"));
+        let incoherent =
+            "[pool]\ndevice = \"vfio\"\n[device]\nnode = \"/dev/vfio/devices/vfio0\"\ncoherent = false\n";
+        assert!(read(incoherent).unwrap_err().contains("VFIO binds coherent devices only"));
         assert!(read("[device]\naddress-bits = 8\n").unwrap_err().contains("20 to 64"));
         assert!(read("[device]\nstaging = \"9M\"\n").unwrap_err().contains("more than device.staging-total"));
         assert!(read("[socket]\nmode = \"rw\"\n").unwrap_err().contains("octal"));
