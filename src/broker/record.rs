@@ -36,6 +36,8 @@ pub enum RecordError {
     Decode(#[from] postcard::Error),
     #[error("the state record names {0}, whose buffer is not there")]
     NoBuffer(ExtentId),
+    #[error("the state record contradicts itself: {0}")]
+    Contradiction(String),
 }
 
 impl Broker {
@@ -79,8 +81,10 @@ impl Broker {
         broker.forget_loans();
         broker.forget_store_work();
         broker.take_up_quarantine();
+        broker.verify().map_err(RecordError::Contradiction)?;
         broker.sum_all_later();
         broker.settle();
+        broker.verify().map_err(RecordError::Contradiction)?;
         Ok(broker)
     }
 

@@ -404,8 +404,6 @@ impl Config {
     /// Reads `path`, if it exists or `must_exist`, and the `*.toml` files of the directory `path` + `.d` in the order of
     /// their names; later ones win, key by key. Then the command line.
     pub fn read(path: &Path, must_exist: bool, over: &Overrides) -> Result<Self, ConfigError> {
-        let mut merged = toml::Table::new();
-        let mut origins = Origins::default();
         let mut files = Vec::new();
         match std::fs::read_to_string(path) {
             Ok(text) => files.push((path.to_path_buf(), text)),
@@ -413,6 +411,17 @@ impl Config {
             Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
         }
         files.extend(drop_ins(path)?);
+        Config::from_files(path, files, over)
+    }
+
+    /// Reads one text as the only configuration file, called `path`, without a command line: what a fuzzer does.
+    pub fn from_text(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        Config::from_files(path, vec![(path.into(), text.into())], &Overrides::default())
+    }
+
+    fn from_files(path: &Path, files: Vec<(PathBuf, String)>, over: &Overrides) -> Result<Self, ConfigError> {
+        let mut merged = toml::Table::new();
+        let mut origins = Origins::default();
         for (path, text) in files {
             let parse = |message: String| ConfigError::Parse { path: path.clone(), message };
             // Each file by itself first, so that a mistake is shown where it stands.

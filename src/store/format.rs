@@ -206,7 +206,7 @@ impl Head {
         if padding.iter().any(|b| *b != 0) {
             return Err(FormatError::Padding);
         }
-        let head: Head = serde_json::from_slice(body).map_err(|e| FormatError::Decode(e.to_string()))?;
+        let head: Head = serde_json::from_slice(body).map_err(|e| FormatError::Decode(shown(&e)))?;
         head.consistent()?;
         let said = head.data_bytes().checked_add(data_at as u64);
         let said = said.ok_or(FormatError::Contradiction("more bytes than can be counted"))?;
@@ -240,6 +240,14 @@ impl Head {
         }
         Ok(())
     }
+}
+
+/// The parser's words, which quote the file: cut, and without what could play tricks on a terminal.
+fn shown(error: &serde_json::Error) -> String {
+    const LONGEST: usize = 300;
+    let text = error.to_string();
+    let kept: String = text.chars().take(LONGEST).map(|c| if c.is_control() { '?' } else { c }).collect();
+    if kept.len() < text.len() { kept + "..." } else { kept }
 }
 
 fn checksum(start: &[u8], body: &[u8]) -> [u8; 32] {
