@@ -69,7 +69,7 @@ targets! {
 
 /// Without it, the sequences would show little: most of them would be refused at the door.
 #[test]
-fn the_scripts_that_sequences_begin_with_reach_every_verb() {
+fn the_scripts_that_sequences_begin_with_reach_every_verb_but_windows() {
     let mut granted = std::collections::BTreeMap::new();
     for seed in fuzz::broker::seeds() {
         let mut world = fuzz::broker::World::new();
@@ -81,6 +81,8 @@ fn the_scripts_that_sequences_begin_with_reach_every_verb() {
     let names: Vec<_> =
         granted.iter().map(|(verb, times)| (Verb::from_code(*verb).unwrap().name(), times)).collect();
     println!("{names:?}");
-    let missing: Vec<_> = Verb::ALL.iter().filter(|verb| !granted.contains_key(&(**verb as u16))).collect();
+    // A pool without memory has no way to make a window.
+    let possible = Verb::ALL.iter().filter(|verb| !matches!(verb, Verb::Window | Verb::CloseWindow));
+    let missing: Vec<_> = possible.filter(|verb| !granted.contains_key(&(**verb as u16))).collect();
     assert!(missing.is_empty(), "never granted: {missing:?}");
 }

@@ -501,7 +501,7 @@ impl Client {
 /// Scripts that reach most verbs, from a fixed seed.
 pub fn seeds() -> Vec<Vec<u8>> {
     let mut random = super::mutate::Random::new(8);
-    (1..=8).map(|n| (0..n * 300).map(|_| random.next() as u8).collect()).collect()
+    (1..=10).map(|n| (0..n * 600).map(|_| random.next() as u8).collect()).collect()
 }
 
 /// After every step the books add up; at the end nothing is left.
