@@ -58,7 +58,7 @@ macro_rules! targets {
 
 targets! {
     no_bytes_make_a_message_decoder_panic_or_read_past_their_end: "wire", 40_000;
-    no_sequence_of_messages_breaks_the_books_of_the_broker: "broker", 3_000;
+    no_sequence_of_messages_breaks_the_books_of_the_broker: "broker", 1_500;
     no_configuration_file_makes_the_daemon_panic: "config", 20_000;
     no_config_json_makes_the_model_reader_panic_or_hoard: "hf", 20_000;
     no_gguf_header_makes_the_model_reader_panic_or_hoard: "gguf", 20_000;
@@ -69,7 +69,7 @@ targets! {
 
 /// Without it, the sequences would show little: most of them would be refused at the door.
 #[test]
-fn the_scripts_that_sequences_begin_with_reach_every_verb_but_windows() {
+fn the_scripts_that_sequences_begin_with_reach_every_verb() {
     let mut granted = std::collections::BTreeMap::new();
     for seed in fuzz::broker::seeds() {
         let mut world = fuzz::broker::World::new();
@@ -81,8 +81,6 @@ fn the_scripts_that_sequences_begin_with_reach_every_verb_but_windows() {
     let names: Vec<_> =
         granted.iter().map(|(verb, times)| (Verb::from_code(*verb).unwrap().name(), times)).collect();
     println!("{names:?}");
-    // A pool without memory has no way to make a window.
-    let possible = Verb::ALL.iter().filter(|verb| !matches!(verb, Verb::Window | Verb::CloseWindow));
-    let missing: Vec<_> = possible.filter(|verb| !granted.contains_key(&(**verb as u16))).collect();
+    let missing: Vec<_> = Verb::ALL.iter().filter(|verb| !granted.contains_key(&(**verb as u16))).collect();
     assert!(missing.is_empty(), "never granted: {missing:?}");
 }

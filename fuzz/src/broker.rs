@@ -8,10 +8,11 @@ use std::sync::Arc;
 use std::time::Instant;
 
 use kvbroker::broker::{Broker, Evict, Job, Peer, Policy};
-use kvbroker::heap::Imaginary;
+use kvbroker::heap::{Imaginary, Memfd};
 use kvbroker::id::ClientId;
 use kvbroker::map::page_bytes;
 use kvbroker::profile::{Group, Layer, Layout, Profile};
+use kvbroker::window::{Access, Means, StagingMeans};
 use kvbroker::wire::{self, MAX_BLOCKS, Reader, Verb, WireBlock, Writer};
 
 /// Bytes of an extent: four blocks of the usual profile.
@@ -44,10 +45,48 @@ impl Script<'_> {
     }
 }
 
+/// What clients ask for, the more often the more state it makes.
+const USUAL: &[Verb] = {
+    use Verb::*;
+    &[
+        Open,
+        Open,
+        Reserve,
+        Reserve,
+        Grow,
+        Grow,
+        Grow,
+        Grow,
+        Grow,
+        Trim,
+        Trim,
+        Free,
+        Fork,
+        Seal,
+        Seal,
+        Seal,
+        Pin,
+        Pin,
+        Attach,
+        Attach,
+        Skip,
+        Query,
+        Close,
+        Admit,
+        ReturnExtent,
+        ReturnExtent,
+        Window,
+        Window,
+        CloseWindow,
+        Profile,
+    ]
+};
+
 /// A session as its client knows it.
 #[derive(Clone)]
 struct Session {
     id: u64,
+    format: u32,
     tokens_per_block: u64,
     /// Blocks dropped at the head, and those that follow.
     head: u32,
@@ -60,6 +99,8 @@ struct Session {
 struct Open {
     sequence: u64,
     session: u64,
+    /// Of which the blocks are that are asked for.
+    format: u32,
     used: Vec<WireBlock>,
     tokens: u64,
     /// Trim: the tokens and the head that stay. Seal: the blocks that are sealed then.
@@ -73,9 +114,11 @@ struct Client {
     sessions: Vec<Session>,
     /// Geometries, and tokens per block of each.
     formats: Vec<(u32, u64)>,
-    /// Credit, the oldest first.
-    blocks: Vec<WireBlock>,
+    /// Credit and its format, the oldest first.
+    blocks: Vec<(u32, WireBlock)>,
     windows: Vec<u64>,
+    /// Extents whose descriptors came.
+    extents: Vec<u32>,
     /// Requests without a reply.
     open: VecDeque<Open>,
     /// Tokens per block of the profile that is being registered.
@@ -122,7 +165,11 @@ impl World {
         let policy =
             Policy { audit: false, connections: CLIENTS as u32, checksums: true, ..Policy::default() };
         let broker = Broker::new(Arc::new(Imaginary), EXTENT, EXTENTS, EXTENTS, policy);
-        let broker = broker.expect("imaginary memory is there");
+        let mut broker = broker.expect("imaginary memory is there");
+        // Windows by way of a staging buffer, which needs no device; so do runs.
+        let staging = StagingMeans { heap: Arc::new(Memfd::new(false)), bytes: 64 << 10, total: 128 << 10 };
+        let access = Access::Contiguous;
+        broker.set_means(Means { access, staging: Ok(staging), ..Means::default() });
         World { broker, clients: Vec::new(), jobs: VecDeque::new(), granted: BTreeMap::new() }
     }
 
@@ -136,7 +183,7 @@ impl World {
     }
 
     fn step(&mut self, script: &mut Script<'_>) {
-        match script.byte() % 16 {
+        match script.byte() % 32 {
             0 => self.connect(script),
             1 => {
                 if !self.clients.is_empty() && script.byte() % 4 == 0 {
@@ -173,11 +220,21 @@ impl World {
     fn connect(&mut self, script: &mut Script<'_>) {
         let uid = 1000 + u32::from(script.byte() % 2);
         let Ok(id) = self.broker.connect(Peer { uid, pid: 1 }) else { return };
-        let (sequence, sessions, formats, blocks, windows, open) = Default::default();
-        self.clients.push(Client { id, sequence, sessions, formats, blocks, windows, open, registering: 0 });
+        let (sequence, sessions, formats, blocks, windows, open, extents) = Default::default();
+        self.clients.push(Client {
+            id,
+            sequence,
+            sessions,
+            formats,
+            blocks,
+            windows,
+            extents,
+            open,
+            registering: 0,
+        });
         // Most clients are past their greeting.
         let which = self.clients.len() - 1;
-        if script.byte() % 8 != 0 {
+        if script.byte() % 16 != 0 {
             let (magic, version) = (wire::MAGIC.into(), wire::VERSION.into());
             let hello = wire::Hello { magic, version, label: wire::label("c") };
             self.send(which, Verb::Hello, 0, |w| _ = w.put(&hello));
@@ -194,7 +251,7 @@ impl World {
     }
 
     fn send(&mut self, which: usize, verb: Verb, session: u64, fill: impl FnOnce(&mut Writer)) {
-        let open = Open { sequence: 0, session, used: Vec::new(), tokens: 0, stays: 0, head: 0 };
+        let open = Open { sequence: 0, session, format: 0, used: Vec::new(), tokens: 0, stays: 0, head: 0 };
         self.send_open(which, verb, open, fill);
     }
 
@@ -223,7 +280,8 @@ impl World {
         if self.broker.is_waiting(id) {
             return;
         }
-        if script.byte() % 2 == 0 {
+        // Without a header that can be trusted the broker hangs up.
+        if script.byte() % 8 == 0 {
             return self.broker.request(id, &bytes);
         }
         let verb = Verb::ALL[script.below(Verb::ALL.len())];
@@ -236,25 +294,50 @@ impl World {
             return self.connect(script);
         }
         let which = script.below(self.clients.len());
-        let verb = Verb::ALL[script.below(Verb::ALL.len())];
+        let verb = USUAL[script.below(USUAL.len())];
         let others = script.byte() % 32 == 0;
         let honest = script.byte() % 4 != 0;
         let whose = &self.clients[if others { script.below(self.clients.len()) } else { which }];
-        let none =
-            || Session { id: 7, tokens_per_block: 16, head: 0, table: Vec::new(), tokens: 0, sealed: 0 };
+        let none = || Session {
+            id: 7,
+            format: 7,
+            tokens_per_block: 16,
+            head: 0,
+            table: Vec::new(),
+            tokens: 0,
+            sealed: 0,
+        };
         let s = match whose.sessions.len() {
             0 => none(),
-            n => whose.sessions[script.below(n)].clone(),
+            // The latest ones, so that they get somewhere.
+            n => whose.sessions[n - 1 - script.below(n.min(2))].clone(),
+        };
+        let verb = match verb {
+            Verb::Open | Verb::Reserve | Verb::Free | Verb::ReturnExtent | Verb::Query | Verb::Profile => {
+                verb
+            }
+            _ if honest && whose.sessions.is_empty() => Verb::Open,
+            Verb::CloseWindow if honest && whose.windows.is_empty() => Verb::Window,
+            _ => verb,
         };
         let window = match whose.windows.len() {
             0 => u64::from(script.byte()),
             n => whose.windows[script.below(n)],
         };
-        let (format, _) = whose.formats.last().copied().unwrap_or((7, 16));
+        let extent = match whose.extents.len() {
+            0 => script.number(),
+            n => whose.extents[script.below(n)],
+        };
+        let (format, _) = match whose.formats.len() {
+            0 => (7, 16),
+            n => whose.formats[script.below(n)],
+        };
         // Right reports put credit behind the table, and say of all of it that it is written, or of part of it.
-        let used = script.below(4).min(whose.blocks.len());
-        let from = if honest { 0 } else { script.below(whose.blocks.len() - used + 1) };
-        let blocks = whose.blocks[from..from + used].to_vec();
+        let fits = |b: &&(u32, WireBlock)| !honest || b.0 == s.format || verb == Verb::Free;
+        let credit: Vec<WireBlock> = whose.blocks.iter().filter(fits).map(|b| b.1).collect();
+        let used = script.below(4).min(credit.len());
+        let from = if honest { 0 } else { script.below(credit.len() - used + 1) };
+        let blocks = credit[from..from + used].to_vec();
         let end = s.head + s.table.len() as u32;
         let first = if honest { end } else { script.below(4) as u32 };
         let room = u64::from(first + used as u32) * s.tokens_per_block;
@@ -284,7 +367,9 @@ impl World {
             Verb::Seal => u64::from(seal_from + some_blocks),
             _ => stays,
         };
-        let open = Open { sequence: 0, session: s.id, used: blocks.clone(), tokens, stays: known, head };
+        let of = if verb == Verb::Reserve || verb == Verb::Open { format } else { s.format };
+        let used = blocks.clone();
+        let open = Open { sequence: 0, session: s.id, format: of, used, tokens, stays: known, head };
         let zero = zerocopy::little_endian::U32::default;
         if verb == Verb::Profile {
             return self.register(which, a as usize % 3);
@@ -301,7 +386,11 @@ impl World {
                 Verb::Reserve => _ = w.put(&wire::Reserve { format: format.into(), want: (a % 9).into() }),
                 Verb::Grow => {
                     _ = w
-                        .put(&wire::Grow { report, want: (a % 12).into(), least: (b % 16).into() })
+                        .put(&wire::Grow {
+                            report,
+                            want: (a % 12).into(),
+                            least: (b % 13).min(a % 12 + lie).into(),
+                        })
                         .put(&blocks[..])
                 }
                 Verb::Trim => {
@@ -326,7 +415,7 @@ impl World {
                     _ = w.put(&wire::Skip { from: (b % 3).into(), count: count.into() }).put_tokens(&ids)
                 }
                 Verb::ReturnExtent => {
-                    _ = w.put(&wire::ReturnExtent { extent: (a % 20).into(), reserved: zero() });
+                    _ = w.put(&wire::ReturnExtent { extent: extent.into(), reserved: zero() });
                 }
                 Verb::Query => _ = w.put(&wire::Query { format: format.into(), reserved: zero() }),
                 Verb::Admit => {
@@ -334,10 +423,16 @@ impl World {
                     _ = w.put(&wire::Admit { tokens, flags, reserved: zero() });
                 }
                 Verb::Window => {
-                    let window = (window * u64::from(c % 2)).into();
-                    let (blocks_asked, first) = ((a % 5).into(), (b % 4).into());
+                    let window = (window * u64::from(c % 4 == 1)).into();
+                    let (blocks_asked, first) = match honest && room > 0 {
+                        true => {
+                            ((1 + a % (first + blocks.len() as u32 - s.head).max(1)).into(), s.head.into())
+                        }
+                        false => ((a % 5).into(), (b % 4).into()),
+                    };
                     let (what, layer, kv) = ((c / 2 % 2).into(), (c / 4 % 3).into(), (c / 8 % 2).into());
-                    let (how, capacity, flags) = ((b % 5).into(), a.into(), (c / 16 % 2).into());
+                    let how = if honest && b % 4 != 0 { 4 * (b % 2) } else { b % 5 };
+                    let (how, capacity, flags) = (how.into(), a.into(), (c / 16 % 2).into());
                     w.put(&wire::Window {
                         report,
                         window,
@@ -430,9 +525,9 @@ impl Client {
     fn learn(&mut self, opcode: u16, session: u64, open: &Open, body: &[u8]) {
         let mut reader = Reader::new("a reply", body);
         let verb = Verb::from_code(opcode).expect("a reply repeats its verb");
-        let per_block = self.formats.last().map_or(16, |f| f.1);
+        let per_block = self.formats.iter().find(|f| f.0 == open.format).map_or(16, |f| f.1);
         if !open.used.is_empty() {
-            self.blocks.retain(|b| !open.used.iter().any(|used| used.id() == b.id()));
+            self.blocks.retain(|b| !open.used.iter().any(|used| used.id() == b.1.id()));
         }
         if let Some(s) = self.sessions.iter_mut().find(|s| s.id == open.session) {
             if matches!(verb, Verb::Grow | Verb::Trim | Verb::Fork | Verb::Seal | Verb::Pin | Verb::Window) {
@@ -459,6 +554,7 @@ impl Client {
                 let (table, head, tokens, sealed) = Default::default();
                 self.sessions.push(Session {
                     id: session,
+                    format: open.format,
                     tokens_per_block: per_block,
                     head,
                     table,
@@ -475,7 +571,7 @@ impl Client {
                 let grant: &wire::Grant = reader.one().expect("a grant");
                 let extents: &[wire::ExtentInfo] =
                     reader.many(grant.extents.get(), wire::MAX_FDS).expect("extents");
-                assert!(extents.iter().all(|e| e.reserved.get() == 0));
+                self.extents.extend(extents.iter().map(|e| e.extent.get()));
                 let blocks: &[wire::GrantedBlock] =
                     reader.many(grant.blocks.get(), MAX_BLOCKS).expect("blocks");
                 reader.end().expect("a grant ends with its blocks");
@@ -486,7 +582,7 @@ impl Client {
                         s.tokens = grant.tokens.get();
                         s.sealed = s.head + s.table.len() as u32;
                     }
-                    _ => self.blocks.extend(blocks),
+                    _ => self.blocks.extend(blocks.map(|b| (open.format, b))),
                 }
             }
             Verb::Window => {
