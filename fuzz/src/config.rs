@@ -41,7 +41,12 @@ pub fn seeds() -> Vec<Vec<u8>> {
         .map(|l| l.strip_prefix("#: ").unwrap_or(l).to_owned() + "\n")
         .collect();
     let small = "scrub = \"always\"\n[pool]\nsize = \"8M\"\nextent = \"128K\"\n[[profile]]\nname = \"small\"\nlayers = 2\nkv-heads = 2\nhead-dim = 128\n[[tenant]]\nuid = 7\nreserve = \"1M\"\nlimit = \"2M\"\n";
+    let reserve = |uid| format!("[[tenant]]\nuid = {uid}\nreserve = \"16777215T\"\n");
+    let reserves = reserve(1) + &reserve(2);
+    let long = format!("{} = 1\n", "k".repeat(4000));
     vec![
+        reserves.into(),
+        long.into(),
         shipped.into(),
         all.into(),
         small.into(),

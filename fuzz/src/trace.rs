@@ -25,7 +25,8 @@ pub fn seeds() -> Vec<Vec<u8>> {
 
 {"timestamp": 7, "input_length": 5, "output_length": 0, "hash_ids": [9]}
 "#;
-    vec![one.to_vec(), more.to_vec(), shop_floor]
+    let wrong = format!(r#"{{"timestamp": "{}"}}"#, "x".repeat(4000));
+    vec![one.to_vec(), more.to_vec(), shop_floor, wrong.into_bytes()]
 }
 
 /// What is read is written, and read again as the same.
