@@ -9,10 +9,18 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use fuzz::mutate::{Random, mutate};
 use kvbroker::wire::Verb;
 
+/// A number from the environment: for a run that is longer (so many times the usual executions), or another one (its
+/// seed). `scripts/fuzz` uses libFuzzer instead; this needs nothing but the tests.
+fn from_environment(name: &str, usual: u64) -> u64 {
+    std::env::var(name)
+        .map_or(usual, |text| text.parse().unwrap_or_else(|_| panic!("{name}={text} is no number")))
+}
+
 /// Runs a target so many times. What is accepted is mutated further, so that inputs stay close to right ones.
 fn hammer(name: &str, runs: usize) {
     let target = fuzz::TARGETS.iter().find(|t| t.name == name).unwrap();
-    let mut random = Random::new(0x6b76_6272_6f6b_6572);
+    let runs = runs * from_environment("KVBROKER_FUZZ_TIMES", 1) as usize;
+    let mut random = Random::new(from_environment("KVBROKER_FUZZ_SEED", 0x6b76_6272_6f6b_6572));
     let mut corpus = (target.seeds)();
     for (n, seed) in corpus.iter().enumerate() {
         (target.run)(seed);
