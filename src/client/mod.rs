@@ -35,6 +35,7 @@ mod link;
 mod pager;
 mod session;
 mod staging;
+mod sync;
 mod view;
 
 use std::collections::{BTreeSet, HashMap};

@@ -18,6 +18,7 @@ use crate::id::Tenant;
 use crate::model::{KvType, ModelShape};
 use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, Extents, PackingError};
 use crate::profile::Profile;
+use crate::quote::shown;
 use crate::size::Size;
 use crate::store::Location;
 
@@ -349,12 +350,13 @@ impl Origins {
 
     /// The refusal of a value.
     pub fn wrong(&self, key: &str, value: impl std::fmt::Display, why: String) -> ConfigError {
-        ConfigError::Setting { origin: self.of(key), key: key.into(), value: value.to_string(), why }
+        let value = shown(&value.to_string(), 200);
+        ConfigError::Setting { origin: self.of(key), key: key.into(), value, why: shown(&why, 1000) }
     }
 
     /// The refusal of something that is not one value.
     fn refuse(&self, key: &str, text: String) -> ConfigError {
-        ConfigError::Value { origin: self.of(key), text }
+        ConfigError::Value { origin: self.of(key), text: shown(&text, 1000) }
     }
 }
 
@@ -423,8 +425,6 @@ impl Config {
     /// Reads `path`, if it exists or `must_exist`, and the `*.toml` files of the directory `path` + `.d` in the order of
     /// their names; later ones win, key by key, `[[tenant]]` by uid, `[[profile]]` as a whole. Then the command line.
     pub fn read(path: &Path, must_exist: bool, over: &Overrides) -> Result<Self, ConfigError> {
-        let mut merged = toml::Table::new();
-        let mut origins = Origins::default();
         let mut files = Vec::new();
         match read_text(path) {
             Ok(text) => files.push((path.to_path_buf(), text)),
@@ -432,15 +432,30 @@ impl Config {
             Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
         }
         files.extend(drop_ins(path)?);
+        Config::from_files(path, files, over)
+    }
+
+    /// Reads one text as the only configuration file, called `path`, without a command line: what a fuzzer does.
+    pub fn from_text(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        Config::from_files(path, vec![(path.into(), text.into())], &Overrides::default())
+    }
+
+    fn from_files(path: &Path, files: Vec<(PathBuf, String)>, over: &Overrides) -> Result<Self, ConfigError> {
+        let mut merged = toml::Table::new();
+        let mut origins = Origins::default();
         for (path, text) in files {
-            let parse = |message: String| ConfigError::Parse { path: path.clone(), message };
+            let parse =
+                |message: String| ConfigError::Parse { path: path.clone(), message: shown(&message, 1000) };
             // Each file by itself first, so that a mistake is shown where it stands.
             toml::from_str::<File>(&text).map_err(|e| parse(explain(&e, &text)))?;
             let table: toml::Table = text.parse().map_err(|e: toml::de::Error| parse(e.to_string()))?;
             origins.note(&path, &table);
             merge(&mut merged, table);
         }
-        let whole = |e: toml::de::Error| ConfigError::Parse { path: path.into(), message: e.to_string() };
+        let whole = |e: toml::de::Error| {
+            let message = shown(&e.to_string(), 1000);
+            ConfigError::Parse { path: path.into(), message }
+        };
         let file: File = merged.try_into().map_err(whole)?;
         origins.forget(&[
             ("pool.size", over.pool.is_some()),
@@ -861,6 +876,26 @@ mod tests {
         assert_eq!(c.socket_mode, 0o660);
         let usual_tenant = TenantPolicy { pinned: 64 << 20, ..TenantPolicy::default() };
         assert_eq!(c.policy(3 << 20, false), Policy { usual_tenant, checksums: true, ..Policy::default() });
+    }
+
+    #[test]
+    fn reserves_beyond_all_numbers_are_refused_in_words() {
+        let tenant = |uid: u32| format!("[[tenant]]\nuid = {uid}\nreserve = \"16777215T\"\n");
+        let said = read(&(tenant(1) + &tenant(2))).unwrap_err();
+        assert!(said.contains("the reserves are") && said.contains("more than the pool"), "{said}");
+    }
+
+    #[test]
+    fn what_an_error_quotes_of_the_file_is_cut_and_harmless() {
+        for text in [
+            format!("{} = 1", "k".repeat(100_000)),
+            format!("[socket]\nmode = \"{}\"", "0".repeat(100_000)),
+            format!("[[profile]]\nname = \"{}\"", "n".repeat(100_000)),
+            "[[profile]]\nname = \"\\u001b[2J\"\n".into(),
+        ] {
+            let said = read(&text).unwrap_err();
+            assert!(said.len() < 2000 && !said.contains('\u{1b}'), "{said}");
+        }
     }
 
     #[test]

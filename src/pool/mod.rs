@@ -80,7 +80,7 @@ type Cold = BTreeMap<Tenant, BTreeSet<(u64, ExtentId)>>;
 
 /// All memory the broker holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Stored", into = "Stored")]
+#[serde(try_from = "Stored", into = "Stored")]
 pub struct Pool {
     extent_bytes: u64,
     next: u32,
@@ -118,14 +118,41 @@ impl From<Pool> for Stored {
     }
 }
 
-impl From<Stored> for Pool {
-    fn from(s: Stored) -> Self {
+impl TryFrom<Stored> for Pool {
+    type Error = String;
+
+    /// Everything is counted anew; what could not be counted without overflowing is refused before. Whether the rest is
+    /// consistent, [`Pool::check`] says.
+    fn try_from(s: Stored) -> Result<Self, String> {
+        if (s.extents.len() as u64).checked_mul(s.extent_bytes).is_none() {
+            return Err(format!(
+                "{} extents of {} bytes are more than can be counted",
+                s.extents.len(),
+                s.extent_bytes
+            ));
+        }
+        for (id, e) in &s.extents {
+            let Some(o) = e.owned() else { continue };
+            let slots = o.slots.len() as u64;
+            if o.slot_bytes.checked_mul(slots).is_none_or(|bytes| bytes > s.extent_bytes) {
+                return Err(format!(
+                    "{id} of {} bytes has {slots} slots of {}",
+                    s.extent_bytes, o.slot_bytes
+                ));
+            }
+            let counted = u64::from(o.free) + u64::from(o.cached) + u64::from(o.suspect);
+            if counted > slots {
+                return Err(format!(
+                    "{id} counts {counted} places that are free, cached or suspect, of {slots}"
+                ));
+            }
+        }
         let mut pool = Pool::new(s.extent_bytes);
         pool.next = s.next;
         pool.clock = s.clock;
         pool.extents = s.extents;
         pool.index();
-        pool
+        Ok(pool)
     }
 }
 
