@@ -132,6 +132,7 @@ const DAMAGES: [Damage; 12] = [
                 tenant,
                 format,
                 priority: 0,
+                windowed: false,
             });
         },
         "the prefix index names",

@@ -97,6 +97,19 @@ pub(super) fn consistent(config: &Config) -> Result<Extents, ConfigError> {
         );
         return Err(origins.wrong("pool.minimum", value, why));
     }
+    if config.shares_prompts() {
+        if backend(config).0 == Backend::DmaHeap {
+            let why = "memory of a dma-heap cannot be handed out for reading only, and no other tenant may get it \
+                       writable: use a pool of memfd or udmabuf, or let each tenant compute its own prompt";
+            return Err(origins.wrong("prefix.common", "a pool of dma-heap", why.into()));
+        }
+        if config.common_bytes() < extents.bytes {
+            let (value, each) =
+                (Size::from_bytes(config.common_bytes()).exact(), Size::from_bytes(extents.bytes).exact());
+            let why = format!("copies are counted in whole extents, and one is {each}");
+            return Err(origins.wrong("prefix.common-limit", value, why));
+        }
+    }
     for (tenant, limit) in config.tenant_limits() {
         if limit.bytes() < extents.bytes {
             let (key, value) = match tenant {

@@ -11,13 +11,14 @@ use thiserror::Error;
 
 use super::check::{self, Outlook};
 use super::pressure;
-use crate::broker::{Eviction, Policy, StorePolicy, TenantPolicy};
+use crate::broker::{CommonRule, Eviction, Policy, StorePolicy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
 use crate::heap::{Backend, DmaHeap};
 use crate::id::Tenant;
 use crate::model::{KvType, ModelShape};
 use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, Extents, PackingError};
 use crate::profile::Profile;
+use crate::quote::shown;
 use crate::size::Size;
 use crate::store::Location;
 
@@ -61,6 +62,8 @@ pub struct DeviceTable {
     pub node: Option<PathBuf>,
     /// Bits of an address of it.
     pub address_bits: u32,
+    /// Whether it sees what CPUs have in their caches; if nothing is said, see [`Config::device_coherent`].
+    pub coherent: Option<bool>,
     /// The IOMMU's.
     pub iommu: PathBuf,
     /// What makes dma-bufs of memfds.
@@ -78,6 +81,7 @@ impl Default for DeviceTable {
         DeviceTable {
             node: None,
             address_bits: 32,
+            coherent: None,
             iommu: "/dev/iommu".into(),
             udmabuf: "/dev/udmabuf".into(),
             staging: Size::from_bytes(2 << 20),
@@ -211,6 +215,16 @@ struct CacheTable {
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 struct PrefixTable {
     store: StoreTable,
+    common: Vec<CommonTable>,
+    common_limit: Option<Size>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct CommonTable {
+    uid: u32,
+    label: String,
+    tenants: Vec<u32>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -336,12 +350,13 @@ impl Origins {
 
     /// The refusal of a value.
     pub fn wrong(&self, key: &str, value: impl std::fmt::Display, why: String) -> ConfigError {
-        ConfigError::Setting { origin: self.of(key), key: key.into(), value: value.to_string(), why }
+        let value = shown(&value.to_string(), 200);
+        ConfigError::Setting { origin: self.of(key), key: key.into(), value, why: shown(&why, 1000) }
     }
 
     /// The refusal of something that is not one value.
     fn refuse(&self, key: &str, text: String) -> ConfigError {
-        ConfigError::Value { origin: self.of(key), text }
+        ConfigError::Value { origin: self.of(key), text: shown(&text, 1000) }
     }
 }
 
@@ -358,6 +373,9 @@ pub struct Config {
     pub device: DeviceAccess,
     /// What else is known of that device.
     pub device_table: DeviceTable,
+    /// Whether the device is coherent: as configured, else what is true of every device driven through VFIO, which binds no
+    /// other, and of DMA on x86-64.
+    pub device_coherent: bool,
     /// The heap, if one is named.
     pub heap: Option<PathBuf>,
     /// Where heaps are.
@@ -407,8 +425,6 @@ impl Config {
     /// Reads `path`, if it exists or `must_exist`, and the `*.toml` files of the directory `path` + `.d` in the order of
     /// their names; later ones win, key by key, `[[tenant]]` by uid, `[[profile]]` as a whole. Then the command line.
     pub fn read(path: &Path, must_exist: bool, over: &Overrides) -> Result<Self, ConfigError> {
-        let mut merged = toml::Table::new();
-        let mut origins = Origins::default();
         let mut files = Vec::new();
         match read_text(path) {
             Ok(text) => files.push((path.to_path_buf(), text)),
@@ -416,15 +432,30 @@ impl Config {
             Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
         }
         files.extend(drop_ins(path)?);
+        Config::from_files(path, files, over)
+    }
+
+    /// Reads one text as the only configuration file, called `path`, without a command line: what a fuzzer does.
+    pub fn from_text(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        Config::from_files(path, vec![(path.into(), text.into())], &Overrides::default())
+    }
+
+    fn from_files(path: &Path, files: Vec<(PathBuf, String)>, over: &Overrides) -> Result<Self, ConfigError> {
+        let mut merged = toml::Table::new();
+        let mut origins = Origins::default();
         for (path, text) in files {
-            let parse = |message: String| ConfigError::Parse { path: path.clone(), message };
+            let parse =
+                |message: String| ConfigError::Parse { path: path.clone(), message: shown(&message, 1000) };
             // Each file by itself first, so that a mistake is shown where it stands.
             toml::from_str::<File>(&text).map_err(|e| parse(explain(&e, &text)))?;
             let table: toml::Table = text.parse().map_err(|e: toml::de::Error| parse(e.to_string()))?;
             origins.note(&path, &table);
             merge(&mut merged, table);
         }
-        let whole = |e: toml::de::Error| ConfigError::Parse { path: path.into(), message: e.to_string() };
+        let whole = |e: toml::de::Error| {
+            let message = shown(&e.to_string(), 1000);
+            ConfigError::Parse { path: path.into(), message }
+        };
         let file: File = merged.try_into().map_err(whole)?;
         origins.forget(&[
             ("pool.size", over.pool.is_some()),
@@ -446,6 +477,16 @@ impl Config {
     /// What a start on this machine would take; refuses what can be known to fail. Takes no memory.
     pub fn outlook(&self) -> Result<Outlook, ConfigError> {
         check::possible_here(self)
+    }
+
+    /// Whether prompts are common to several tenants.
+    pub(super) fn shares_prompts(&self) -> bool {
+        !self.limits.common.is_empty()
+    }
+
+    /// Bytes that read-only copies of these may have.
+    pub(super) fn common_bytes(&self) -> u64 {
+        self.limits.common_bytes
     }
 
     /// The configured size of the pool.
@@ -557,6 +598,12 @@ impl Config {
                 "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
             return Err(origins.wrong("pool.device", "vfio", why.into()));
         }
+        let vfio = file.pool.device == DeviceAccess::Vfio;
+        if vfio && file.device.coherent == Some(false) {
+            let why = "VFIO binds coherent devices only: leave it out, or name another pool.device";
+            return Err(origins.wrong("device.coherent", "false", why.into()));
+        }
+        let device_coherent = file.device.coherent.unwrap_or(vfio || cfg!(target_arch = "x86_64"));
         if !(20..=64).contains(&file.device.address_bits) {
             let bits = file.device.address_bits.to_string();
             return Err(origins.wrong("device.address-bits", &bits, "a device has 20 to 64".into()));
@@ -565,7 +612,10 @@ impl Config {
             let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
             return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
         }
+        let (common, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
         let limits = Policy {
+            common,
+            common_bytes,
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
             sessions_per_connection: file.limits.sessions_per_connection,
@@ -587,6 +637,7 @@ impl Config {
             backend: over.backend.unwrap_or(file.pool.backend),
             device: file.pool.device,
             device_table: file.device,
+            device_coherent,
             heap: over.heap.clone().or(file.pool.heap),
             heap_directory: file.pool.heap_directory,
             extent: over.extent.unwrap_or(file.pool.extent),
@@ -636,6 +687,34 @@ impl Config {
             },
             ..self.limits.clone()
         }
+    }
+}
+
+/// Whose prompts are common to whom, and the bytes that copies may have.
+fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<(Vec<CommonRule>, u64), ConfigError> {
+    let wrong = |value: String, why: &str| Err(origins.wrong("prefix.common", value, why.into()));
+    let mut rules = Vec::new();
+    for c in &t.common {
+        let value = format!("uid {}, label {:?}", c.uid, c.label);
+        if c.label.is_empty() {
+            return wrong(
+                value,
+                "name the prompts: the beginning of the label of their pins (kvbctl status)",
+            );
+        }
+        if c.tenants.is_empty() || c.tenants.contains(&c.uid) {
+            return wrong(value, "tenants names those who may read it beside the one who pins it");
+        }
+        let readers = c.tenants.iter().copied().map(Tenant).collect();
+        rules.push(CommonRule { donor: Tenant(c.uid), label: c.label.clone(), readers });
+    }
+    match (t.common_limit, rules.is_empty()) {
+        (Some(limit), true) => {
+            let why = "there is no [[prefix.common]] that it could limit".into();
+            Err(origins.wrong("prefix.common-limit", limit.exact(), why))
+        }
+        (_, true) => Ok((rules, 0)),
+        (limit, false) => Ok((rules, limit.map_or(pool / 4, Size::bytes))),
     }
 }
 
@@ -800,6 +879,26 @@ mod tests {
     }
 
     #[test]
+    fn reserves_beyond_all_numbers_are_refused_in_words() {
+        let tenant = |uid: u32| format!("[[tenant]]\nuid = {uid}\nreserve = \"16777215T\"\n");
+        let said = read(&(tenant(1) + &tenant(2))).unwrap_err();
+        assert!(said.contains("the reserves are") && said.contains("more than the pool"), "{said}");
+    }
+
+    #[test]
+    fn what_an_error_quotes_of_the_file_is_cut_and_harmless() {
+        for text in [
+            format!("{} = 1", "k".repeat(100_000)),
+            format!("[socket]\nmode = \"{}\"", "0".repeat(100_000)),
+            format!("[[profile]]\nname = \"{}\"", "n".repeat(100_000)),
+            "[[profile]]\nname = \"\\u001b[2J\"\n".into(),
+        ] {
+            let said = read(&text).unwrap_err();
+            assert!(said.len() < 2000 && !said.contains('\u{1b}'), "{said}");
+        }
+    }
+
+    #[test]
     fn the_shipped_file_is_the_defaults_and_names_every_key() {
         let shipped = include_str!("../../systemd/kvbroker.toml");
         // The model of the example is no file that is there: without it, the first [[profile]] goes too.
@@ -843,6 +942,8 @@ mod tests {
             "directory",
             "tenants",
             "labels",
+            "common-limit",
+            "label",
             "model",
             "name",
             "layers",
@@ -853,6 +954,7 @@ mod tests {
             "scrub",
             "node",
             "address-bits",
+            "coherent",
             "iommu",
             "udmabuf",
             "staging",
@@ -875,6 +977,9 @@ mod tests {
         assert!(read("[pool]\nsize = 256\n").unwrap_err().contains("line 2"));
         assert!(read("[pool]\nbackend = \"vram\"\n").unwrap_err().contains("vram"));
         assert!(read("[pool]\ndevice = \"vfio\"\n").unwrap_err().contains("needs device.node"));
+        let incoherent =
+            "[pool]\ndevice = \"vfio\"\n[device]\nnode = \"/dev/vfio/devices/vfio0\"\ncoherent = false\n";
+        assert!(read(incoherent).unwrap_err().contains("VFIO binds coherent devices only"));
         assert!(read("[device]\naddress-bits = 8\n").unwrap_err().contains("20 to 64"));
         assert!(read("[device]\nstaging = \"9M\"\n").unwrap_err().contains("more than device.staging-total"));
         assert!(read("[socket]\nmode = \"rw\"\n").unwrap_err().contains("octal"));

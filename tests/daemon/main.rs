@@ -4,6 +4,7 @@
 //! fail and say so.
 
 mod claims;
+mod common;
 mod deaths;
 mod governing;
 mod hold;
@@ -14,6 +15,7 @@ mod observe;
 mod profiles;
 mod quotas;
 mod roles;
+mod sharing;
 mod start;
 mod store;
 mod support;

@@ -96,6 +96,14 @@ impl Role {
                 "ok".into()
             }
             "ensure" => verdict(self.session(n[0]).ensure(n[1])),
+            "fork" => match self.session(n[0]).fork() {
+                Ok(twin) => {
+                    self.sessions.push(Some(twin));
+                    "ok".into()
+                }
+                Err(e) => verdict(Err(e)),
+            },
+            "writable" => verdict(self.session(n[0]).writable(n[1]..n[2])),
             "trim" => verdict(self.session(n[0]).trim(n[1])),
             "reserve" => verdict(self.profile.reserve(n[0] as u32)),
             "release" => verdict(self.profile.release_credit()),
@@ -142,6 +150,8 @@ impl Role {
                 verdict(self.session(n[0]).seal(&ids).map(|_| ()))
             }
             "pin" => verdict(self.session(n[0]).pin(n[1]).map(|_| ())),
+            "unpin" => verdict(self.session(n[0]).unpin(n[1]).map(|_| ())),
+            "attack" => write_to_copies(),
             "attach" => {
                 let ids: Vec<u32> = (0..n[1] as u32).collect();
                 match self.session(n[0]).attach(&ids) {
@@ -287,6 +297,58 @@ impl Role {
         // SAFETY: as above.
         unsafe { libc::_exit(7) }
     }
+}
+
+/// Tries to write in every read-only copy that this process has a descriptor of, or to get a way to. Says how many there
+/// are, or which way was open.
+fn write_to_copies() -> String {
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::FileExt;
+    let mut tried = 0;
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
+        let path = entry.unwrap().path();
+        let what = std::fs::read_link(&path).unwrap_or_default();
+        if !what.to_string_lossy().contains("kvbroker-common") {
+            continue;
+        }
+        tried += 1;
+        let number: i32 = path.file_name().unwrap().to_str().unwrap().parse().unwrap();
+        let len = std::fs::metadata(&path).unwrap().len() as usize;
+        let map = |prot| {
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            unsafe { libc::mmap(std::ptr::null_mut(), len, prot, libc::MAP_SHARED, number, 0) }
+        };
+        if map(libc::PROT_READ | libc::PROT_WRITE) != libc::MAP_FAILED {
+            return "mmap".into();
+        }
+        let readable = map(libc::PROT_READ);
+        assert_ne!(readable, libc::MAP_FAILED);
+        // SAFETY: the mapping was made just now, and nothing refers to it.
+        let (protect, _) = unsafe {
+            (libc::mprotect(readable, len, libc::PROT_READ | libc::PROT_WRITE), libc::munmap(readable, len))
+        };
+        if protect == 0 {
+            return "mprotect".into();
+        }
+        // Whoever may pass by the mode of the file, as root may, meets the seals.
+        if let Ok(file) = std::fs::File::options().read(true).write(true).open(&path) {
+            // SAFETY: as above.
+            let mapped = unsafe {
+                let prot = libc::PROT_READ | libc::PROT_WRITE;
+                libc::mmap(std::ptr::null_mut(), len, prot, libc::MAP_SHARED, file.as_raw_fd(), 0)
+            };
+            if mapped != libc::MAP_FAILED || file.write_at(b"x", 0).is_ok() || file.set_len(0).is_ok() {
+                return "opened again".into();
+            }
+            // SAFETY: geteuid has no preconditions.
+            assert_eq!(unsafe { libc::geteuid() }, 0, "the mode is for its maker alone");
+        }
+        // SAFETY: fchmod takes no memory of ours.
+        if unsafe { libc::geteuid() != 0 && libc::fchmod(number, 0o600) == 0 } {
+            return "fchmod".into();
+        }
+    }
+    tried.to_string()
 }
 
 /// Asks, on a connection of its own, for a prompt of two blocks that begins with token `first`, then computes and
