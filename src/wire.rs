@@ -332,7 +332,7 @@ wire! {
     struct ExtentInfo {
         /// The extent.
         extent: U32,
-        /// [`READ_ONLY`].
+        /// [`READ_ONLY`], [`EXTENT_ALONE`].
         flags: U32,
     }
 
@@ -435,6 +435,9 @@ pub const SEALED: u32 = 2;
 /// Not a new block: one that left the table and is the client's credit again.
 pub const RETURNED: u32 = 4;
 
+/// The configured device is not coherent: it imports this extent only while one session writes it, and while there is no
+/// credit in it.
+pub const EXTENT_ALONE: u32 = 2;
 /// The device may not write what is under the window.
 pub const WINDOW_READ_ONLY: u32 = 1;
 /// A dma-buf comes with the reply: the window (udmabuf), or the staging buffer (bounce).

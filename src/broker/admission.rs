@@ -290,6 +290,7 @@ impl Broker {
         let lost = self.state.clients.get_mut(&client).and_then(|c| c.lost.remove(&id));
         let Some(blocks) = lost else { return false };
         self.free_suspects(client, blocks);
+        self.reap_windows_of(id);
         true
     }
 

@@ -437,8 +437,9 @@ impl Broker {
             extents: (extents.len() as u32).into(),
             blocks: (blocks.len() as u32).into(),
         });
+        let alone = if self.imports_need_one_writer() { wire::EXTENT_ALONE } else { 0 };
         for e in &extents {
-            let flags = if e.is_copy() { wire::READ_ONLY } else { 0 };
+            let flags = if e.is_copy() { wire::READ_ONLY } else { alone };
             reply.body.put(&ExtentInfo { extent: e.0.into(), flags: flags.into() });
         }
         for (block, flags) in blocks {

@@ -9,6 +9,7 @@
 //! - references in the pool are the entries of the tables, and the prefix index names only blocks in use.
 
 mod admission;
+mod alone;
 pub(crate) mod common;
 mod consent;
 mod drain;
@@ -29,6 +30,8 @@ mod store;
 pub mod tenant;
 mod usage;
 mod verbs;
+#[cfg(test)]
+mod verify_test;
 mod window;
 #[cfg(test)]
 mod window_test;
@@ -892,10 +895,44 @@ impl Broker {
 
     /// Counts everything anew. The error says what does not add up.
     pub fn verify(&self) -> Result<(), String> {
-        let State { pool, sessions, clients, prefixes, .. } = &self.state;
+        self.verify_state()?;
+        let pool = &self.state.pool;
+        let absent = (pool.renewing() + pool.quarantined()) as usize;
+        if self.buffers.len() + absent + pool.lent() as usize != pool.extents().len() {
+            return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
+        }
+        if (self.kept_extents() as u32) < pool.quarantined() || self.kept_extents() > absent {
+            return Err(format!(
+                "{} buffers kept, {} in quarantine",
+                self.kept_extents(),
+                pool.quarantined()
+            ));
+        }
+        self.check_loans()?;
+        self.check_copies()?;
+        self.check_alone()?;
+        self.check_consent()
+    }
+
+    /// The part of it that a record can be held to: all but the buffers, and what a restart forgets.
+    fn verify_state(&self) -> Result<(), String> {
+        let State { pool, formats, sessions, clients, prefixes, .. } = &self.state;
         pool.check()?;
+        if let Some((id, _)) =
+            pool.extents().iter().find(|(_, e)| e.owned().is_some_and(|o| !formats.contains_key(&o.format)))
+        {
+            return Err(format!("{id} holds blocks of no format"));
+        }
         let mut refs: BTreeMap<_, u32> = BTreeMap::new();
         for (id, s) in sessions {
+            let (end, sealed) = (u64::from(s.head) + s.table.len() as u64, s.names.len() as u64);
+            if end.max(u64::from(s.names_from) + sealed) > u32::MAX.into() || !formats.contains_key(&s.format)
+            {
+                return Err(format!(
+                    "{id} has {end} blocks, {sealed} of them sealed, of format {}",
+                    s.format.0
+                ));
+            }
             if !clients.get(&s.client).is_some_and(|c| c.sessions.contains(id)) {
                 return Err(format!("{id} is on no connection"));
             }
@@ -958,21 +995,7 @@ impl Broker {
         if prefixes.iter().filter(|(name, ..)| prefixes.is_idle(name)).count() as u64 != cached {
             return Err(format!("{cached} blocks are cached that nobody can find"));
         }
-        self.check_promises()?;
-        let absent = (pool.renewing() + pool.quarantined()) as usize;
-        if self.buffers.len() + absent + pool.lent() as usize != pool.extents().len() {
-            return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
-        }
-        if (self.kept_extents() as u32) < pool.quarantined() || self.kept_extents() > absent {
-            return Err(format!(
-                "{} buffers kept, {} in quarantine",
-                self.kept_extents(),
-                pool.quarantined()
-            ));
-        }
-        self.check_loans()?;
-        self.check_copies()?;
-        self.check_consent()
+        self.check_promises()
     }
 
     fn client(&self, id: ClientId) -> &Client {

@@ -246,17 +246,18 @@ impl Broker {
             let text = format!("{id}: {} tokens do not fit a table of {end} blocks", report.tokens);
             return Err(Refused::bad(text));
         }
-        let at = (first - head) as usize;
+        let (at, tenant, format) = ((first - head) as usize, s.tenant, s.format);
         let mut seen = std::collections::BTreeSet::new();
         for (i, block) in blocks.iter().enumerate() {
             let claim = block.id();
             if s.table.get(at + i) == Some(&claim) {
                 continue;
             }
-            if self.state.pool.check_claim(claim)? != Block::Credit(client) || !seen.insert(claim) {
+            let block = self.state.pool.check_claim_of(tenant, claim)?;
+            if block != Block::Credit(client) || !seen.insert(claim) {
                 return Err(crate::pool::ClaimError::NotCredit(claim).into());
             }
-            if self.state.pool.format_of(claim.place) != Some(s.format) {
+            if self.state.pool.format_of(claim.place) != Some(format) {
                 return Err(Refused::bad(format!("{claim} is of another format than {id}")));
             }
         }
@@ -314,7 +315,13 @@ impl Broker {
             promised: s.promised,
             priority: s.priority,
         };
-        match self.grant(client, want)? {
+        let lifted = self.lift(client, id, want.least);
+        let granted = match lifted.any() {
+            true => self.grant(client, Want { want: want.least, ..want }),
+            false => self.grant(client, want),
+        };
+        self.set_down(lifted);
+        match granted? {
             Granted::Later => Ok(Answer::Later),
             Granted::Blocks(taken) => {
                 self.use_promise(id, taken.len());
@@ -352,7 +359,10 @@ impl Broker {
         let (mut returned, mut freed) = (Vec::new(), 0);
         for block in tail.into_iter().rev().chain(front) {
             // What one reply cannot name is freed: credit that its owner does not know of would be lost.
-            let to_credit = to_credit.filter(|_| returned.len() < MAX_BLOCKS);
+            // And credit is any session's, which an extent that is set aside must not become.
+            let whole =
+                |_: &ClientId| returned.len() < MAX_BLOCKS && !self.state.pool.is_aside(block.place.extent);
+            let to_credit = to_credit.filter(whole);
             match self.let_go(block, to_credit) {
                 Dropped::Credit => returned.push((block, wire::RETURNED)),
                 Dropped::Freed => freed += 1,
@@ -370,9 +380,10 @@ impl Broker {
         r.end()?;
         one_of("free: reserved", free.reserved, 0)?;
         let mut seen = std::collections::BTreeSet::new();
+        let tenant = self.client(client).tenant;
         for block in blocks {
             let claim = block.id();
-            if self.state.pool.check_claim(claim)? != Block::Credit(client) {
+            if self.state.pool.check_claim_of(tenant, claim)? != Block::Credit(client) {
                 return Err(crate::pool::ClaimError::NotCredit(claim).into());
             }
             if !seen.insert(claim) {
@@ -395,6 +406,7 @@ impl Broker {
         // What was promised to the one is not promised to the other.
         let twin = Session { promised: 0, admitted: 0, ..self.session(client, id)?.clone() };
         let blocks = twin.table.clone();
+        self.may_fork(id, &blocks)?;
         let new = self.add_session(twin)?;
         for block in blocks {
             self.share(block);

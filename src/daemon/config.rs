@@ -18,8 +18,12 @@ use crate::id::Tenant;
 use crate::model::{KvType, ModelShape};
 use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, Extents, PackingError};
 use crate::profile::Profile;
+use crate::quote::shown;
 use crate::size::Size;
 use crate::store::Location;
+
+/// The largest file that is read: the shipped one, with every key and a comment to each, has 5 KiB.
+const MOST_BYTES: u64 = 1 << 20;
 
 /// Why there is no configuration.
 #[derive(Debug, Error)]
@@ -58,6 +62,8 @@ pub struct DeviceTable {
     pub node: Option<PathBuf>,
     /// Bits of an address of it.
     pub address_bits: u32,
+    /// Whether it sees what CPUs have in their caches; if nothing is said, see [`Config::device_coherent`].
+    pub coherent: Option<bool>,
     /// The IOMMU's.
     pub iommu: PathBuf,
     /// What makes dma-bufs of memfds.
@@ -75,6 +81,7 @@ impl Default for DeviceTable {
         DeviceTable {
             node: None,
             address_bits: 32,
+            coherent: None,
             iommu: "/dev/iommu".into(),
             udmabuf: "/dev/udmabuf".into(),
             staging: Size::from_bytes(2 << 20),
@@ -343,12 +350,13 @@ impl Origins {
 
     /// The refusal of a value.
     pub fn wrong(&self, key: &str, value: impl std::fmt::Display, why: String) -> ConfigError {
-        ConfigError::Setting { origin: self.of(key), key: key.into(), value: value.to_string(), why }
+        let value = shown(&value.to_string(), 200);
+        ConfigError::Setting { origin: self.of(key), key: key.into(), value, why: shown(&why, 1000) }
     }
 
     /// The refusal of something that is not one value.
     fn refuse(&self, key: &str, text: String) -> ConfigError {
-        ConfigError::Value { origin: self.of(key), text }
+        ConfigError::Value { origin: self.of(key), text: shown(&text, 1000) }
     }
 }
 
@@ -365,6 +373,9 @@ pub struct Config {
     pub device: DeviceAccess,
     /// What else is known of that device.
     pub device_table: DeviceTable,
+    /// Whether the device is coherent: as configured, else what is true of every device driven through VFIO, which binds no
+    /// other, and of DMA on x86-64.
+    pub device_coherent: bool,
     /// The heap, if one is named.
     pub heap: Option<PathBuf>,
     /// Where heaps are.
@@ -412,26 +423,39 @@ impl Default for Config {
 
 impl Config {
     /// Reads `path`, if it exists or `must_exist`, and the `*.toml` files of the directory `path` + `.d` in the order of
-    /// their names; later ones win, key by key. Then the command line.
+    /// their names; later ones win, key by key, `[[tenant]]` by uid, `[[profile]]` as a whole. Then the command line.
     pub fn read(path: &Path, must_exist: bool, over: &Overrides) -> Result<Self, ConfigError> {
-        let mut merged = toml::Table::new();
-        let mut origins = Origins::default();
         let mut files = Vec::new();
-        match std::fs::read_to_string(path) {
+        match read_text(path) {
             Ok(text) => files.push((path.to_path_buf(), text)),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound && !must_exist => {}
             Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
         }
         files.extend(drop_ins(path)?);
+        Config::from_files(path, files, over)
+    }
+
+    /// Reads one text as the only configuration file, called `path`, without a command line: what a fuzzer does.
+    pub fn from_text(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        Config::from_files(path, vec![(path.into(), text.into())], &Overrides::default())
+    }
+
+    fn from_files(path: &Path, files: Vec<(PathBuf, String)>, over: &Overrides) -> Result<Self, ConfigError> {
+        let mut merged = toml::Table::new();
+        let mut origins = Origins::default();
         for (path, text) in files {
-            let parse = |message: String| ConfigError::Parse { path: path.clone(), message };
+            let parse =
+                |message: String| ConfigError::Parse { path: path.clone(), message: shown(&message, 1000) };
             // Each file by itself first, so that a mistake is shown where it stands.
             toml::from_str::<File>(&text).map_err(|e| parse(explain(&e, &text)))?;
             let table: toml::Table = text.parse().map_err(|e: toml::de::Error| parse(e.to_string()))?;
             origins.note(&path, &table);
             merge(&mut merged, table);
         }
-        let whole = |e: toml::de::Error| ConfigError::Parse { path: path.into(), message: e.to_string() };
+        let whole = |e: toml::de::Error| {
+            let message = shown(&e.to_string(), 1000);
+            ConfigError::Parse { path: path.into(), message }
+        };
         let file: File = merged.try_into().map_err(whole)?;
         origins.forget(&[
             ("pool.size", over.pool.is_some()),
@@ -512,6 +536,16 @@ impl Config {
         self.tenant_limit.map(|limit| (None, limit)).into_iter().chain(each)
     }
 
+    /// The limit that holds for `uid`, as it is written.
+    pub(super) fn limit_of(&self, uid: u32) -> Option<Size> {
+        self.tenants.get(&Tenant(uid)).and_then(|t| t.limit).or(self.tenant_limit)
+    }
+
+    /// The reserves of tenants as they are written.
+    pub(super) fn tenant_reserves(&self) -> impl Iterator<Item = (u32, Size)> + '_ {
+        self.tenants.iter().filter_map(|(tenant, t)| Some((tenant.0, t.reserve?)))
+    }
+
     fn from_file(file: File, over: &Overrides, origins: Origins) -> Result<Self, ConfigError> {
         let mut profiles =
             file.profile.iter().map(|t| profile(t, &origins)).collect::<Result<Vec<_>, _>>()?;
@@ -564,6 +598,12 @@ impl Config {
                 "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
             return Err(origins.wrong("pool.device", "vfio", why.into()));
         }
+        let vfio = file.pool.device == DeviceAccess::Vfio;
+        if vfio && file.device.coherent == Some(false) {
+            let why = "VFIO binds coherent devices only: leave it out, or name another pool.device";
+            return Err(origins.wrong("device.coherent", "false", why.into()));
+        }
+        let device_coherent = file.device.coherent.unwrap_or(vfio || cfg!(target_arch = "x86_64"));
         if !(20..=64).contains(&file.device.address_bits) {
             let bits = file.device.address_bits.to_string();
             return Err(origins.wrong("device.address-bits", &bits, "a device has 20 to 64".into()));
@@ -571,21 +611,6 @@ impl Config {
         if file.device.staging.bytes() > file.device.staging_total.bytes() {
             let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
             return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
-        }
-        let reserves: u64 = file.tenant.iter().filter_map(|t| t.reserve).map(Size::bytes).sum();
-        if reserves > pool_bytes {
-            let (all, pool) = (Size::from_bytes(reserves), Size::from_bytes(pool_bytes));
-            let text = format!("the reserves are {all} together, more than the pool of {pool}");
-            return Err(origins.refuse("tenant", text));
-        }
-        for t in &file.tenant {
-            if let (Some(reserve), Some(limit)) = (t.reserve, t.limit) {
-                if reserve.bytes() > limit.bytes() {
-                    let uid = t.uid;
-                    let text = format!("uid {uid}: a reserve of {reserve} is more than its limit of {limit}");
-                    return Err(origins.refuse("tenant", text));
-                }
-            }
         }
         let (common, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
         let limits = Policy {
@@ -612,6 +637,7 @@ impl Config {
             backend: over.backend.unwrap_or(file.pool.backend),
             device: file.pool.device,
             device_table: file.device,
+            device_coherent,
             heap: over.heap.clone().or(file.pool.heap),
             heap_directory: file.pool.heap_directory,
             extent: over.extent.unwrap_or(file.pool.extent),
@@ -733,6 +759,23 @@ fn profile(t: &ProfileTable, origins: &Origins) -> Result<Profile, ConfigError> 
         .map_err(|e| value(format!("[[profile]] {name}: {e}")))
 }
 
+/// A file of a configuration's size: a pipe is never waited for, and what has no end is not read to it.
+fn read_text(path: &Path) -> std::io::Result<String> {
+    let wrong = |why: String| std::io::Error::new(std::io::ErrorKind::InvalidInput, why);
+    // Looked at before it is opened: to open a pipe is to wait for who writes it.
+    let meta = std::fs::metadata(path)?;
+    if !meta.is_file() {
+        return Err(wrong("this is no regular file".into()));
+    }
+    if meta.len() > MOST_BYTES {
+        return Err(wrong(format!(
+            "the file has {} bytes, more than the {MOST_BYTES} of any configuration",
+            meta.len()
+        )));
+    }
+    std::fs::read_to_string(path)
+}
+
 fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
     let mut directory = path.as_os_str().to_owned();
     directory.push(".d");
@@ -751,16 +794,36 @@ fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
         }
     }
     paths.sort();
-    paths.into_iter().map(|p| Ok((p.clone(), std::fs::read_to_string(&p).map_err(read(p))?))).collect()
+    paths.into_iter().map(|p| Ok((p.clone(), read_text(&p).map_err(read(p))?))).collect()
 }
 
 fn merge(into: &mut toml::Table, from: toml::Table) {
     for (key, value) in from {
         match (into.get_mut(&key), value) {
             (Some(toml::Value::Table(old)), toml::Value::Table(new)) => merge(old, new),
+            (Some(toml::Value::Array(old)), toml::Value::Array(new)) if key == "tenant" => {
+                merge_tenants(old, new);
+            }
             (_, value) => _ = into.insert(key, value),
         }
     }
+}
+
+/// Tenants of several files stand beside each other, so that a file for one does not undo another's reserve; keys of the
+/// same tenant win as all keys do. One that stands twice in the same file stays there twice, and is refused later.
+fn merge_tenants(into: &mut Vec<toml::Value>, from: Vec<toml::Value>) {
+    let mut earlier = std::mem::take(into);
+    for new in from {
+        let same = earlier.iter().position(|old| old.get("uid") == new.get("uid"));
+        match (same.map(|at| earlier.remove(at)), new) {
+            (Some(toml::Value::Table(mut old)), toml::Value::Table(new)) => {
+                merge(&mut old, new);
+                into.push(toml::Value::Table(old));
+            }
+            (_, new) => into.push(new),
+        }
+    }
+    into.append(&mut earlier);
 }
 
 /// The parser's message, and for a key that nobody knows the nearest one that somebody does.
@@ -813,6 +876,26 @@ mod tests {
         assert_eq!(c.socket_mode, 0o660);
         let usual_tenant = TenantPolicy { pinned: 64 << 20, ..TenantPolicy::default() };
         assert_eq!(c.policy(3 << 20, false), Policy { usual_tenant, checksums: true, ..Policy::default() });
+    }
+
+    #[test]
+    fn reserves_beyond_all_numbers_are_refused_in_words() {
+        let tenant = |uid: u32| format!("[[tenant]]\nuid = {uid}\nreserve = \"16777215T\"\n");
+        let said = read(&(tenant(1) + &tenant(2))).unwrap_err();
+        assert!(said.contains("the reserves are") && said.contains("more than the pool"), "{said}");
+    }
+
+    #[test]
+    fn what_an_error_quotes_of_the_file_is_cut_and_harmless() {
+        for text in [
+            format!("{} = 1", "k".repeat(100_000)),
+            format!("[socket]\nmode = \"{}\"", "0".repeat(100_000)),
+            format!("[[profile]]\nname = \"{}\"", "n".repeat(100_000)),
+            "[[profile]]\nname = \"\\u001b[2J\"\n".into(),
+        ] {
+            let said = read(&text).unwrap_err();
+            assert!(said.len() < 2000 && !said.contains('\u{1b}'), "{said}");
+        }
     }
 
     #[test]
@@ -871,6 +954,7 @@ mod tests {
             "scrub",
             "node",
             "address-bits",
+            "coherent",
             "iommu",
             "udmabuf",
             "staging",
@@ -893,6 +977,9 @@ mod tests {
         assert!(read("[pool]\nsize = 256\n").unwrap_err().contains("line 2"));
         assert!(read("[pool]\nbackend = \"vram\"\n").unwrap_err().contains("vram"));
         assert!(read("[pool]\ndevice = \"vfio\"\n").unwrap_err().contains("needs device.node"));
+        let incoherent =
+            "[pool]\ndevice = \"vfio\"\n[device]\nnode = \"/dev/vfio/devices/vfio0\"\ncoherent = false\n";
+        assert!(read(incoherent).unwrap_err().contains("VFIO binds coherent devices only"));
         assert!(read("[device]\naddress-bits = 8\n").unwrap_err().contains("20 to 64"));
         assert!(read("[device]\nstaging = \"9M\"\n").unwrap_err().contains("more than device.staging-total"));
         assert!(read("[socket]\nmode = \"rw\"\n").unwrap_err().contains("octal"));
@@ -923,6 +1010,56 @@ mod tests {
         assert_eq!(read(&over).unwrap().pool_bytes, 8 << 20);
         std::fs::write(drop_in.join("40-d.toml"), "[pol]\n").unwrap();
         assert!(read(&Overrides::default()).unwrap_err().to_string().contains("40-d.toml"));
+    }
+
+    #[test]
+    fn what_is_no_file_of_a_configurations_size_or_nested_without_end_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kvbroker.toml");
+        let drop_in = dir.path().join("kvbroker.toml.d");
+        std::fs::create_dir(&drop_in).unwrap();
+        let read = || Config::read(&path, true, &Overrides::default()).unwrap_err().to_string();
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(read().ends_with("kvbroker.toml: this is no regular file"), "{}", read());
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
+        assert!(read().contains("the file has 1048577 bytes, more than"), "{}", read());
+        for deep in [format!("a = {}", "[".repeat(200_000)), format!("[{}a]", "a.".repeat(200_000))] {
+            std::fs::write(&path, deep).unwrap();
+            let said = read();
+            assert!(said.contains("kvbroker.toml: line 1"), "{}", &said[..said.len().min(200)]);
+        }
+        std::fs::write(&path, [0xff, 0xfe]).unwrap();
+        assert!(read().contains("UTF-8"), "{}", read());
+        std::fs::write(&path, "").unwrap();
+        std::fs::create_dir(drop_in.join("10-a.toml")).unwrap();
+        assert!(read().ends_with("10-a.toml: this is no regular file"), "{}", read());
+    }
+
+    #[test]
+    fn tenants_of_several_files_stand_beside_each_other_and_profiles_are_those_of_the_last_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kvbroker.toml");
+        let drop_in = dir.path().join("kvbroker.toml.d");
+        std::fs::create_dir(&drop_in).unwrap();
+        let profile = |layers: u32| format!("[[profile]]\nlayers = {layers}\nkv-heads = 2\nhead-dim = 64\n");
+        let first = "[[tenant]]\nuid = 7\nreserve = \"6M\"\nlimit = \"60M\"\n";
+        std::fs::write(&path, format!("{first}{}", profile(8))).unwrap();
+        let second = "[[tenant]]\nuid = 8\nreserve = \"9M\"\n[[tenant]]\nuid = 7\nlimit = \"30M\"\n";
+        std::fs::write(drop_in.join("10-a.toml"), format!("{second}{}", profile(4))).unwrap();
+        std::fs::write(drop_in.join("20-b.toml"), "[[tenant]]\nuid = 9\npriority = 5\n").unwrap();
+        let read = || Config::read(&path, true, &Overrides::default()).map_err(|e| e.to_string());
+        let config = read().unwrap();
+        let policy = config.policy(3 << 20, false);
+        let of = |uid: u32| policy.tenants[&Tenant(uid)];
+        assert_eq!((of(7).reserve, of(7).limit), (2, Some(10)));
+        assert_eq!((of(8).reserve, of(8).limit), (3, None));
+        assert_eq!(of(9).priority, 5);
+        assert_eq!(config.profiles.len(), 1);
+        assert_eq!(config.profiles[0].groups()[0].layers.len(), 4);
+        // Twice in one file is a mistake, also where an earlier file has it.
+        std::fs::write(drop_in.join("20-b.toml"), "[[tenant]]\nuid = 7\n[[tenant]]\nuid = 7\n").unwrap();
+        assert!(read().unwrap_err().contains("uid = 7 stands there twice"));
     }
 
     #[test]
@@ -958,6 +1095,24 @@ mod tests {
             ("[limits]\ntenant = \"2M\"\n", "limits.tenant = 2M: a tenant owns whole extents, and one is 3M"),
             ("[[tenant]]\nuid = 7\nlimit = \"0B\"\n", "tenant = uid 7, limit 0B"),
             ("[[tenant]]\nuid = 4294967295\nlimit = \"96M\"\n", "no user can have this uid"),
+            ("[pool]\nextent = \"0B\"\n", "pool.extent = 0B: an extent of 0B is not a whole number"),
+            // A reserve is whole extents of 3 MiB, a limit as well: one rounds up, the other down.
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"200M\"\n[[tenant]]\nuid = 8\nreserve = \"55M\"\n",
+                "tenant = 258M: the reserves are 86 extents together, and the pool has 85",
+            ),
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"8388608T\"\n[[tenant]]\nuid = 8\nreserve = \"8388608T\"\n",
+                "the reserves are",
+            ),
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"4M\"\nlimit = \"5M\"\n",
+                "tenant = uid 7, reserve 4M, limit 5M: that is 2 extents of 3 MiB reserved, and 1 allowed",
+            ),
+            (
+                "[limits]\ntenant = \"3M\"\n[[tenant]]\nuid = 7\nreserve = \"6M\"\n",
+                "tenant = uid 7, reserve 6M, limit 3M",
+            ),
             ("[[profile]]\nmodel = \"/nowhere/config.json\"\n", "[[profile]] model: "),
         ] {
             let said = refused(text);

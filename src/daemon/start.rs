@@ -91,6 +91,7 @@ fn means(config: &Config) -> Result<Means, StartError> {
             DeviceAccess::Iommu => Access::Scatter,
             DeviceAccess::Vfio => Access::Iommu,
         },
+        coherent: config.device_coherent,
         udmabuf: udmabuf::Udmabuf::open(&device.udmabuf).map(Arc::new).map_err(|e| e.to_string()),
         iommu,
         staging: staging(config),

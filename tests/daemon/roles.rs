@@ -3,10 +3,11 @@
 use std::io::{BufRead, Write};
 use std::time::Duration;
 
-use kvbroker::client::{Client, ClientOptions, ClientProfile, Error, OpenOptions, Session};
+use kvbroker::client::{Client, ClientOptions, ClientProfile, Error, OpenOptions, PlaneView, Session};
 use kvbroker::profile::Kv;
 use kvbroker::wire::{self, Verb, Writer};
 
+use crate::kernel_limits::Crowd;
 use crate::support::{PER_BLOCK, ROLE, ROW, Raw, Reply, profile};
 
 /// A byte that only this token of this writer has.
@@ -24,6 +25,8 @@ struct Role {
     sessions: Vec<Option<Session>>,
     old: Option<*const u8>,
     files: Vec<std::fs::File>,
+    view: Option<PlaneView>,
+    crowd: Crowd,
 }
 
 fn answer(text: &str) {
@@ -50,7 +53,15 @@ fn a_client_process_does_what_it_is_told() {
         ClientOptions { credit_ahead: 0, timeout: Duration::from_secs(20), ..ClientOptions::default() };
     let client = Client::connect_to(socket.as_ref(), options).unwrap();
     let profile = client.profile(&profile()).unwrap();
-    let mut role = Role { client, profile, sessions: Vec::new(), old: None, files: Vec::new() };
+    let mut role = Role {
+        client,
+        profile,
+        sessions: Vec::new(),
+        old: None,
+        files: Vec::new(),
+        view: None,
+        crowd: Crowd::default(),
+    };
     answer("ready");
     for line in std::io::stdin().lock().lines() {
         let line = line.unwrap();
@@ -192,6 +203,23 @@ impl Role {
                     child => child.to_string(),
                 }
             }
+            "walk" => {
+                let socket = std::env::var_os(ROLE).unwrap();
+                crate::deaths::walk(socket.as_ref(), n[0], n[1] == 1)
+            }
+            "view" => match self.session(n[0]).plane(0, Kv::K, n[1], None) {
+                Ok(view) => {
+                    self.view = Some(view);
+                    "ok".into()
+                }
+                Err(e) => verdict(Err(e)),
+            },
+            "view-holds" => self.view_holds(n[0], n[1], n[2] as u8),
+            "crowd" => self.crowd.fill(),
+            "make-room" => {
+                self.crowd = Crowd::default();
+                "ok".into()
+            }
             "exit" => std::process::exit(0),
             "churn" => self.churn(n[0] as u64),
             "files" => {
@@ -210,6 +238,19 @@ impl Role {
             "quiet" => self.quiet(n[0]),
             other => panic!("no order {other}"),
         }
+    }
+
+    /// Whether the view of layer 0's keys shows what [`do_it`](Self::do_it) has filled in.
+    fn view_holds(&self, from: usize, to: usize, who: u8) -> String {
+        let view = self.view.unwrap();
+        for token in from..to {
+            // SAFETY: tokens below the capacity lie inside the view, which lives as long as its session.
+            let seen = unsafe { view.address.add(token * view.row).read_volatile() };
+            if seen != byte(token, 0, Kv::K, who) {
+                return format!("token {token} shows {seen}");
+            }
+        }
+        "ok".into()
     }
 
     /// Everything at once, for ever: to be killed in the middle of it.
