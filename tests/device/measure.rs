@@ -128,7 +128,8 @@ fn moving_an_extent_to_another_tenant() {
             buffer = Some(heap.allocate(bytes).expect("extent"));
             start.elapsed()
         });
-        let what = if matches!(name, "memfd" | "udmabuf") { "punch-and-create" } else { "destroy-and-allocate" };
+        let what =
+            if matches!(name, "memfd" | "udmabuf") { "punch-and-create" } else { "destroy-and-allocate" };
         figure(&format!("memory/move-{what}-{name}"), anew * 1e6, "us", "one extent of 3 MiB");
         let buffer = buffer.expect("buffer");
         let scrub = median(|| {
