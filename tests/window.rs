@@ -7,6 +7,7 @@ mod llama;
 mod through;
 
 use std::os::fd::AsFd;
+use std::path::Path;
 use std::sync::Arc;
 
 use kvbroker::broker::{Broker, Policy};
@@ -16,6 +17,7 @@ use kvbroker::client::{
 use kvbroker::heap::Memfd;
 use kvbroker::map::{SharedMap, page_bytes};
 use kvbroker::profile::{Kv, Profile};
+use kvbroker::window::udmabuf::Udmabuf;
 use kvbroker::window::{Access, How, Means, StagingMeans, What};
 use kvbroker::wire::Fault;
 
@@ -181,6 +183,28 @@ fn a_window_that_cannot_be_says_which_ways_were_tried_and_why_none_is_possible()
 }
 
 #[test]
+fn a_kernel_without_udmabuf_is_named_and_the_staging_buffer_serves_instead() {
+    let broker = embedded(Access::Scatter, true, Policy::default());
+    let missing = Udmabuf::open(Path::new("/nonexistent/udmabuf")).map(Arc::new).map_err(|e| e.to_string());
+    let staging = StagingMeans { heap: Arc::new(Memfd::new(false)), bytes: STAGING, total: STAGING };
+    broker.with(|b| {
+        let means =
+            Means { access: Access::Scatter, udmabuf: missing, staging: Ok(staging), ..Means::default() };
+        b.set_means(means);
+    });
+    let client = client(&broker);
+    let mut s = session(&client);
+    write(&mut s, 0..40, 1);
+    let window = s.window(0..40, plane(0, Kv::K), None).unwrap();
+    assert_eq!(window.how(), How::Bounce);
+    let why = window.declined().iter().find(|(how, _)| *how == How::Udmabuf).unwrap();
+    assert!(why.1.contains("/nonexistent/udmabuf: this kernel has no udmabuf (CONFIG_UDMABUF)"), "{why:?}");
+    let (fault, text) = refused(s.window(0..40, plane(0, Kv::K), Some(How::Udmabuf)));
+    assert_eq!(fault, Some(Fault::BadRequest));
+    assert!(text.contains("CONFIG_UDMABUF"), "{text}");
+}
+
+#[test]
 fn the_operators_limits_hold_for_windows_and_for_staging_buffers() {
     let broker = embedded(Access::Contiguous, true, Policy { windows_per_session: 2, ..Policy::default() });
     let client_of = |_| client(&broker);
@@ -201,6 +225,27 @@ fn the_operators_limits_hold_for_windows_and_for_staging_buffers() {
         b.recheck_windows();
         assert_eq!(b.window_counts(), (0, 0));
     });
+}
+
+#[test]
+fn limits_of_a_tenant_and_of_the_broker_count_the_windows_of_all_sessions() {
+    let of_tenant = Policy { windows_per_tenant: 2, ..Policy::default() };
+    let of_all = Policy { windows: 2, ..Policy::default() };
+    for (policy, key) in [(of_tenant, "limits.windows-per-tenant is 2"), (of_all, "limits.windows is 2")] {
+        let broker = embedded(Access::Contiguous, true, policy);
+        let client = client(&broker);
+        let mut sessions = [session(&client), session(&client)];
+        let mut open = |s: usize| {
+            sessions[s].ensure(16).unwrap();
+            sessions[s].window(0..16, What::Blocks, None)
+        };
+        let held = [open(0).unwrap(), open(1).unwrap()];
+        let (fault, text) = refused(open(0));
+        assert_eq!(fault, Some(Fault::OverLimit));
+        assert!(text.contains(key), "{text}");
+        drop(held);
+        open(1).unwrap();
+    }
 }
 
 #[test]

@@ -82,6 +82,7 @@ impl Broker {
         broker.forget_requests();
         broker.forget_loans();
         broker.forget_store_work();
+        broker.retire_copies();
         broker.take_up_quarantine();
         broker.sum_all_later();
         broker.settle();

@@ -5,9 +5,10 @@
 //!   reach the block through it any more; so no block under a window is free, evicted or another's;
 //! - a window is over what its session's table has: when an entry under it leaves the table, or the session or its client
 //!   ends, the window is closed, and its blocks are let go once the kernel object is provably nobody's: a udmabuf when
-//!   this process has its only reference, a range of device addresses when it is unmapped, a run at once on its owner's
-//!   word and otherwise when nobody has the extent;
-//! - a device belongs to the tenant whose address space it is bound to, until it can be bound anew.
+//!   this process has its only reference, a range of device addresses when it is unmapped, a run on its owner's word (it
+//!   closes the window, or the session that was lost) and otherwise when nobody has the extent;
+//! - a device belongs to the tenant whose address space it is bound to, until it can be bound anew: no descriptor of it is
+//!   open then, whoever had one, and the broker's own it closes for that when another tenant asks.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::ops::RangeInclusive;
@@ -19,7 +20,7 @@ use serde::{Deserialize, Serialize};
 
 use super::{Answer, Broker, Job, Refused, Reply, Waiting};
 use crate::heap::{Backend, Buffer, Heap, HeapError};
-use crate::id::{BlockId, ClientId, Place, SessionId, Tenant};
+use crate::id::{BlockId, ClientId, ExtentId, Place, SessionId, Tenant};
 use crate::map::page_bytes;
 use crate::pool::Block;
 use crate::profile::Kv;
@@ -49,6 +50,26 @@ pub(super) struct Hold {
     closing: bool,
     /// The owner is gone: its word cannot be had.
     orphan: bool,
+    /// A device that is not coherent imports its extents: see [`alone`](super::alone).
+    alone: bool,
+}
+
+impl Hold {
+    pub(super) fn session(&self) -> SessionId {
+        self.session
+    }
+
+    pub(super) fn is_alone(&self) -> bool {
+        self.alone
+    }
+
+    pub(super) fn is_alone_in(&self, extent: ExtentId) -> bool {
+        self.alone && self.extents().any(|e| e == extent)
+    }
+
+    pub(super) fn extents(&self) -> impl Iterator<Item = ExtentId> + '_ {
+        self.blocks.iter().map(|b| b.place.extent)
+    }
 }
 
 /// A piece of the pool, for the worker.
@@ -64,8 +85,9 @@ pub struct Piece {
 pub enum Making {
     /// A udmabuf over pieces.
     Join(Arc<Udmabuf>, Vec<Piece>),
-    /// The device, bound to a new address space.
-    Bind(Arc<Device>),
+    /// The device, bound to a new address space, or to the tenant's own again. The broker's descriptors of earlier bindings
+    /// are closed before, so that the kernel's refusal says that somebody else has one.
+    Bind(Arc<Device>, Option<Arc<Space>>, Vec<Handle>),
     /// Pieces at consecutive device addresses; `true` for those that the device may write.
     Map(Arc<Space>, u64, Vec<(Vec<Piece>, bool)>),
     /// The opposite.
@@ -80,7 +102,7 @@ pub enum Made {
     /// The dma-buf.
     Joined(OwnedFd),
     /// The address space, the device in it, and the addresses that can be used.
-    Bound(Space, Handle, Vec<RangeInclusive<u64>>),
+    Bound(Arc<Space>, Handle, Vec<RangeInclusive<u64>>),
     /// In the order of the pieces.
     Mapped(Vec<Mapping>),
     /// Nothing reaches them any more.
@@ -105,8 +127,9 @@ impl Making {
     pub(super) fn run(self) -> Result<Made, Declined> {
         match self {
             Making::Join(udmabuf, pieces) => Ok(Made::Joined(udmabuf.create(&ranges(&pieces)?)?)),
-            Making::Bind(device) => {
-                let space = Space::new(&device)?;
+            Making::Bind(device, space, earlier) => {
+                drop(earlier);
+                let space = space.map_or_else(|| Space::new(&device).map(Arc::new), Ok)?;
                 let handle = device.bind(&space)?;
                 let allowed = space.ranges()?;
                 Ok(Made::Bound(space, handle, allowed))
@@ -160,9 +183,10 @@ enum Object {
 #[derive(Debug)]
 struct TenantSpace {
     space: Arc<Space>,
-    handle: Handle,
+    /// The broker's own descriptor of the device; `None` when it was closed for another tenant to try.
+    handle: Option<Handle>,
     iovas: Iovas,
-    /// Clients that have the device's descriptor.
+    /// Clients that were given the device's descriptor, and may have it still.
     sent: BTreeSet<ClientId>,
 }
 
@@ -196,6 +220,17 @@ pub(super) struct Windows {
     patience: Option<Duration>,
     /// Counts the references to a udmabuf; another one in tests, which have none.
     count: Count,
+    /// Whether nobody else has an extent; likewise.
+    sole: Sole,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Sole(fn(&Buffer) -> bool);
+
+impl Default for Sole {
+    fn default() -> Self {
+        Sole(Buffer::is_only_ours)
+    }
 }
 
 #[derive(Debug, Clone, Copy)]
@@ -216,6 +251,11 @@ impl Windows {
             *windows.cover.entry(place).or_default() += 1;
         }
         windows
+    }
+
+    /// Whether the device sees what CPUs have in their caches.
+    pub(super) fn coherent(&self) -> bool {
+        self.means.coherent
     }
 
     /// Windows over a place.
@@ -318,8 +358,13 @@ impl Broker {
 
     /// Counts holders otherwise than the kernel does.
     #[cfg(test)]
-    pub(super) fn count_references_by(&mut self, count: fn(BorrowedFd<'_>) -> Option<u64>) {
+    pub(super) fn count_references_by(
+        &mut self,
+        count: fn(BorrowedFd<'_>) -> Option<u64>,
+        sole: fn(&Buffer) -> bool,
+    ) {
         self.windows.count = Count(count);
+        self.windows.sole = Sole(sole);
     }
 
     pub(super) fn window(
@@ -422,6 +467,14 @@ impl Broker {
         self.admit_window(id, s.tenant, old)?;
         let at = (first - s.head) as usize;
         let blocks = s.table[at..at + count as usize].to_vec();
+        if let Some(copy) = blocks.iter().position(|b| b.place.extent.is_copy()) {
+            let text = format!(
+                "block {} of {id} is of a prompt that is common to several tenants, in memory that no device is given: make \
+                 these tokens writable first, which copies them",
+                first + copy as u32
+            );
+            return Err(Refused::bad(text));
+        }
         let read_only = ask.flags.get() & wire::WINDOW_READ_ONLY != 0;
         let private = |b: &BlockId| match self.state.pool.slot(b.place).map(|s| s.block) {
             Some(Block::Held { refs, sealed: false, .. }) => refs - self.windows.over(b.place) == 1,
@@ -504,6 +557,14 @@ impl Broker {
             let text = format!("the {} {parts} lie in {} separate pieces", wish.blocks.len(), spans.len());
             return Err(Declined::new(Fault::BadRequest, text));
         }
+        if self.imports_need_one_writer() {
+            if let Some(why) = self.another_writer(wish.session, &wish.blocks) {
+                let text = format!(
+                    "the device is not coherent (device.coherent), so only one session may write what it imports, and {why}; pool.extent = \"block\" gives each block an extent of its own"
+                );
+                return Err(Declined::new(Fault::Busy, text));
+            }
+        }
         Ok(Next::Ready(self.note(How::Run, wish)))
     }
 
@@ -548,9 +609,9 @@ impl Broker {
             let text = format!("iommufd maps memfds only, and this pool is {backend}");
             return Err(Declined::new(Fault::BadRequest, text));
         }
-        if !self.windows.spaces.contains_key(&wish.tenant) {
+        if let Some(bind) = self.bind(device, wish)? {
             let pending = self.pending(wish, How::Iommu, None, None);
-            return Ok(Next::Work(Making::Bind(device), pending));
+            return Ok(Next::Work(bind, pending));
         }
         if let Some(grown) = self.grow_in_place(wish) {
             return Ok(grown);
@@ -583,6 +644,28 @@ impl Broker {
         let segments = self.segments(wish, 0);
         let pending = self.pending(wish, How::Iommu, Some(window), None);
         Ok(Next::Work(Making::Map(space, iova, segments), pending))
+    }
+
+    /// The device for the tenant, if it is not there: it is bound anew, which the kernel refuses while any descriptor of an
+    /// earlier binding is open. Those of the broker are closed for that, but not while the other tenant has windows for the
+    /// device: then it is in use whatever became of the descriptors.
+    fn bind(&mut self, device: Arc<Device>, wish: &Wish) -> Result<Option<Making>, Declined> {
+        let space = self.windows.spaces.get(&wish.tenant);
+        if space.is_some_and(|s| s.handle.is_some() || s.sent.contains(&wish.client)) {
+            return Ok(None);
+        }
+        let space = space.map(|s| s.space.clone());
+        let others = |t: Tenant| t != wish.tenant;
+        let open = |h: &&Hold| h.how == How::Iommu && !h.closing && others(h.tenant);
+        if self.windows.spaces.keys().any(|t| others(*t)) && self.state.windows.values().any(|h| open(&h)) {
+            let text = format!(
+                "{} is another tenant's, which has windows for it; it comes free when those and every descriptor of it are closed",
+                device.name()
+            );
+            return Err(Declined::new(Fault::Busy, text));
+        }
+        let earlier = self.windows.spaces.values_mut().filter_map(|s| s.handle.take()).collect();
+        Ok(Some(Making::Bind(device, space, earlier)))
     }
 
     /// Maps only what is new, behind what is there, if the old window has the addresses for it.
@@ -683,8 +766,13 @@ impl Broker {
             blocks,
             closing: false,
             orphan: false,
+            alone: how == How::Run && self.imports_need_one_writer(),
         };
+        let alone = hold.alone;
         self.state.windows.insert(window, hold);
+        if alone {
+            self.set_extents_aside(&wish.blocks);
+        }
         if let Some(old) = wish.old {
             // Its successor is over the same blocks, so nothing of it is free meanwhile.
             self.windows.replaced.insert(window, old);
@@ -707,8 +795,7 @@ impl Broker {
         // A client that has lost the session may still write there: then the block waits for its word, as those do that
         // were under no window.
         let (client, session) = hold;
-        let lost = self.state.clients.get(&client).is_some_and(|c| c.lost.contains_key(&session));
-        if lost && self.state.pool.suspect(block.place, client) {
+        if self.is_lost(client, session) && self.state.pool.suspect(block.place, client) {
             let kept = self.state.clients.get_mut(&client).and_then(|c| c.lost.get_mut(&session));
             kept.expect("just looked at").push(block);
             return;
@@ -749,8 +836,8 @@ impl Broker {
                     made.capacity = (*reserved).into();
                 }
                 if let Some(space) = self.windows.spaces.get_mut(&tenant) {
-                    if space.sent.insert(client) {
-                        descriptors.push(space.handle.clone());
+                    if let Some(handle) = space.handle.clone().filter(|_| space.sent.insert(client)) {
+                        descriptors.push(handle);
                         flags |= wire::WINDOW_DEVICE;
                     }
                 }
@@ -837,7 +924,11 @@ impl Broker {
             (How::Bounce, _) => true,
             // Its owner has said that the device is done; only the owner's word can be had while it lives, and nobody
             // else's needs to. Of an owner that is gone, the extent itself must be free of holders.
-            (How::Run, _) => !hold.orphan || hold.blocks.iter().all(|b| self.is_only_ours(b.place)),
+            (How::Run, _) => match hold.orphan {
+                true => hold.blocks.iter().all(|b| self.is_only_ours(b.place)),
+                // A session that the broker has ended: its owner has not said so yet.
+                false => !self.is_lost(hold.client, hold.session),
+            },
             (_, Some(Object::Buffer(fd))) => (self.windows.count.0)(fd.as_fd()) == Some(1),
             // Made by an earlier run of the broker, or on its way: no proof.
             _ => false,
@@ -847,8 +938,12 @@ impl Broker {
         }
     }
 
+    fn is_lost(&self, client: ClientId, session: SessionId) -> bool {
+        self.state.clients.get(&client).is_some_and(|c| c.lost.contains_key(&session))
+    }
+
     fn is_only_ours(&self, place: Place) -> bool {
-        self.buffers.get(&place.extent).is_none_or(|b| b.is_only_ours())
+        self.buffers.get(&place.extent).is_none_or(|b| (self.windows.sole.0)(b))
     }
 
     fn forget_window(&mut self, window: u64) {
@@ -862,6 +957,9 @@ impl Broker {
         }
         self.windows.replaced.remove(&window);
         let Some(hold) = self.state.windows.remove(&window) else { return };
+        if hold.alone {
+            self.set_extents_aside(&hold.blocks);
+        }
         for block in hold.blocks.into_iter().rev() {
             self.uncover(block, (hold.client, hold.session));
         }
@@ -878,6 +976,14 @@ impl Broker {
         let gone: Vec<u64> = mine.filter(|(_, h)| !stands(h)).map(|(w, _)| *w).collect();
         for window in gone {
             self.close_window(window, false);
+        }
+    }
+
+    /// A process has let go of a session that the broker had ended, and so of its windows.
+    pub(super) fn reap_windows_of(&mut self, id: SessionId) {
+        let mine = self.state.windows.iter().filter(|(_, h)| h.session == id && h.closing);
+        for window in mine.map(|(w, _)| *w).collect::<Vec<_>>() {
+            self.reap(window);
         }
     }
 
@@ -937,11 +1043,18 @@ impl Broker {
         let closing = p.window.is_some_and(|w| self.state.windows.get(&w).is_none_or(|h| h.closing));
         match (result, p.window) {
             (Ok(Made::Bound(space, handle, allowed)), _) => {
+                // Bound anew, so nobody who was given it before has it any more.
+                self.windows.spaces.values_mut().for_each(|s| s.sent.clear());
                 if connected {
                     let bits = self.windows.means.iommu.as_ref().map_or(32, |d| d.bits);
-                    let (space, iovas) = (Arc::new(space), Iovas::new(&allowed, bits));
-                    let sent = BTreeSet::new();
-                    self.windows.spaces.insert(p.tenant, TenantSpace { space, handle, iovas, sent });
+                    let new = || TenantSpace {
+                        space,
+                        handle: None,
+                        iovas: Iovas::new(&allowed, bits),
+                        sent: BTreeSet::new(),
+                    };
+                    // What is mapped in the tenant's own space stays so.
+                    self.windows.spaces.entry(p.tenant).or_insert_with(new).handle = Some(handle);
                 }
                 self.window_again(client, None, None);
             }
@@ -963,6 +1076,10 @@ impl Broker {
             }
             (Ok(Made::Unmapped), Some(window)) => self.forget_window(window),
             (Ok(_), None) => {}
+            // Another process of the tenant asked at the same time, and has bound it.
+            (Err(_), None) if p.how == How::Iommu && self.has_device(p.tenant) => {
+                self.window_again(client, None, None);
+            }
             (Err(why), Some(window))
                 if matches!(self.windows.objects.get(&window), Some(Object::Leaving { .. })) =>
             {
@@ -984,6 +1101,10 @@ impl Broker {
                 self.window_again(client, Some((p.how, why)), None);
             }
         }
+    }
+
+    fn has_device(&self, tenant: Tenant) -> bool {
+        self.windows.spaces.get(&tenant).is_some_and(|s| s.handle.is_some())
     }
 
     fn ungrow(&mut self, window: u64, before: usize) {

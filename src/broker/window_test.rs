@@ -9,13 +9,14 @@ use std::collections::BTreeMap;
 use std::fs::File;
 use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use proptest::prelude::*;
 
 use super::window::{Made, Making};
 use super::{Broker, Done, Job, Peer, Policy};
-use crate::heap::{Heap, Memfd};
-use crate::id::{BlockId, ClientId, Place};
+use crate::heap::{Backend, Buffer, Heap, HeapError, Memfd};
+use crate::id::{BlockId, ClientId, ExtentId, Place, SessionId};
 use crate::map::page_bytes;
 use crate::profile::Profile;
 use crate::window::{Access, Means, udmabuf::Udmabuf};
@@ -68,17 +69,49 @@ struct World {
     imported: Vec<RawFd>,
 }
 
+/// Stands for a CMA heap: memory of this machine, said to be dma-bufs.
+#[derive(Debug)]
+struct Contiguous(Memfd);
+
+impl Heap for Contiguous {
+    fn backend(&self) -> Backend {
+        Backend::DmaHeap
+    }
+
+    fn name(&self) -> String {
+        "contiguous".into()
+    }
+
+    fn allocate(&self, bytes: u64) -> Result<Buffer, HeapError> {
+        self.0.allocate(bytes)
+    }
+
+    fn revokes(&self) -> bool {
+        true
+    }
+}
+
 const EXTENTS: u32 = 3;
 const WINDOWS: u32 = 3;
 
 impl World {
     fn new() -> Self {
-        let heap: Arc<dyn Heap> = Arc::new(Memfd::new(false));
+        let udmabuf = Ok(Arc::new(Udmabuf::none()));
+        let means = Means { access: Access::Scatter, udmabuf, ..Means::default() };
+        World::over(Arc::new(Memfd::new(false)), means)
+    }
+
+    /// A pool whose extents a device imports as they are, and which sees no CPU's cache.
+    fn incoherent() -> Self {
+        let means = Means { access: Access::Contiguous, coherent: false, ..Means::default() };
+        World::over(Arc::new(Contiguous(Memfd::new(false))), means)
+    }
+
+    fn over(heap: Arc<dyn Heap>, means: Means) -> Self {
         let policy = Policy { windows_per_session: WINDOWS, ..Policy::default() };
         let mut broker = Broker::new(heap, 4 * page_bytes() as u64, EXTENTS, EXTENTS, policy).unwrap();
-        let udmabuf = Ok(Arc::new(Udmabuf::none()));
-        broker.set_means(Means { access: Access::Scatter, udmabuf, ..Means::default() });
-        broker.count_references_by(references);
+        broker.set_means(means);
+        broker.count_references_by(references, |b| b.fd().and_then(references).is_none_or(|n| n == 1));
         HELD.with_borrow_mut(BTreeMap::clear);
         let clients = vec![None, None, None];
         let mut world = World { broker, clients, sequence: 0, made: BTreeMap::new(), imported: Vec::new() };
@@ -218,6 +251,27 @@ impl World {
         hold(fd, 1);
         self.seen(c).windows.push((number, fd));
         Ok(number)
+    }
+
+    /// The credit of a client goes back.
+    fn free_credit(&mut self, c: usize) {
+        let credit = std::mem::take(&mut self.seen(c).credit);
+        let free = wire::Free { count: (credit.len() as u32).into(), reserved: 0.into() };
+        self.ask(c, Verb::Free, |w| _ = w.put(&free).put_blocks(credit)).unwrap();
+    }
+
+    /// A window by run over blocks of a session; closed by its number.
+    fn run(&mut self, c: usize, first: usize, blocks: usize) -> Result<u64, Fault> {
+        let (report, used) = self.report(c);
+        let (first, blocks) = ((first as u32).into(), (blocks as u32).into());
+        let ask = wire::Window { report, first, blocks, how: 1.into(), ..wire::Window::default() };
+        let made = self.ask(c, Verb::Window, |w| _ = w.put(&ask).put_blocks(used))?;
+        let body: &wire::WindowMade = Reader::new("window", &made.body).one().unwrap();
+        Ok(body.window.get())
+    }
+
+    fn end_run(&mut self, c: usize, window: u64) -> Result<Answered, Fault> {
+        self.ask(c, Verb::CloseWindow, |w| _ = w.put(&wire::CloseWindow { window: window.into() }))
     }
 
     /// The client closes its descriptor and says so.
@@ -397,6 +451,199 @@ fn a_sealed_block_is_no_udmabufs_and_a_forked_one_neither() {
     w.all_comes_back();
 }
 
+fn extent_of(w: &mut World, c: usize, block: usize) -> ExtentId {
+    w.seen(c).table[block].place.extent
+}
+
+#[test]
+fn an_extent_that_an_incoherent_device_imports_is_one_sessions_alone() {
+    let mut w = World::incoherent();
+    // Clients 0 and 1 are one tenant. The first has two blocks of an extent of four.
+    (0..2).for_each(|_| assert!(w.grow(0)));
+    w.free_credit(0);
+    let window = w.run(0, 0, 2).unwrap();
+    let alone = extent_of(&mut w, 0, 0);
+    let rest = 4 * (EXTENTS as usize - 1);
+    (0..rest).for_each(|_| assert!(w.grow(1), "everything else is there for the other"));
+    assert!(w.seen(1).table.iter().all(|b| b.place.extent != alone));
+    assert!(!w.grow(1), "the two free places beside the window are not the other's");
+    // They are the session's own, one by one and never ahead of need, and the window grows over them.
+    for blocks in 3..=4 {
+        assert!(w.grow(0));
+        assert!(w.seen(0).credit.is_empty(), "credit could become another session's");
+        assert_eq!(extent_of(&mut w, 0, blocks - 1), alone);
+        w.broker.verify().unwrap();
+    }
+    let longer = w.run(0, 0, 4).unwrap();
+    // What leaves the table is no credit either, and nobody's while a window is left.
+    w.trim(0, 2);
+    assert!(matches!(w.end_run(0, longer), Err(Fault::Stale)), "ended by the trim");
+    assert!(!w.grow(1));
+    w.end_run(0, window).unwrap();
+    assert!(w.grow(1), "with the last window the extent is as any other");
+    w.all_comes_back();
+}
+
+#[test]
+fn an_extent_with_a_second_writer_is_not_imported_by_an_incoherent_device() {
+    let mut w = World::incoherent();
+    (0..3).for_each(|_| assert!(w.grow(0)));
+    assert_eq!(w.run(0, 0, 3), Err(Fault::Busy), "the fourth block is credit, which any session may take");
+    w.free_credit(0);
+    let window = w.run(0, 0, 3).unwrap();
+    w.end_run(0, window).unwrap();
+    // A fork may write as soon as the other has let go.
+    let (report, used) = w.report(0);
+    let forked = w.ask(0, Verb::Fork, |m| _ = m.put(&report).put_blocks(used)).unwrap();
+    let twin = Reader::new("opened", &forked.body).one::<wire::Opened>().unwrap().session.get();
+    assert_eq!(w.run(0, 0, 3), Err(Fault::Busy), "the fork has the same blocks");
+    let first = std::mem::replace(&mut w.seen(0).session, twin);
+    w.ask(0, Verb::Close, |m| _ = m.put(&wire::Report::default())).unwrap();
+    w.seen(0).session = first;
+    w.run(0, 0, 3).unwrap();
+    let (report, used) = w.report(0);
+    let fork = w.ask(0, Verb::Fork, |m| _ = m.put(&report).put_blocks(used)).unwrap_err();
+    assert_eq!(fork, Fault::Busy, "no twin while the device has the extent");
+    // Sealed, nobody writes them any more.
+    let (report, used) = w.report(0);
+    let seal = wire::Seal { report, from: 0.into(), count: 6.into() };
+    w.ask(0, Verb::Seal, |m| _ = m.put(&seal).put_tokens(&[1, 2, 3, 4, 5, 6]).put_blocks(used)).unwrap();
+    let (report, used) = w.report(0);
+    w.ask(0, Verb::Fork, |m| _ = m.put(&report).put_blocks(used)).unwrap();
+    w.all_comes_back();
+}
+
+#[test]
+fn another_sessions_block_keeps_an_extent_from_an_incoherent_device_and_not_from_a_coherent_one() {
+    for coherent in [false, true] {
+        let mut w = World::incoherent();
+        let means = Means { access: Access::Contiguous, coherent, ..Means::default() };
+        w.broker.set_means(means);
+        assert!(w.grow(0));
+        w.free_credit(0);
+        // The only free places that the tenant has, so they become the other process's, too.
+        assert!(w.grow(1));
+        w.free_credit(1);
+        let same = extent_of(&mut w, 0, 0) == extent_of(&mut w, 1, 0);
+        assert!(same, "the test needs both in one extent");
+        let got = w.run(0, 0, 1);
+        assert_eq!(got.is_ok(), coherent, "{got:?}");
+        w.all_comes_back();
+    }
+}
+
+#[test]
+fn an_extent_stays_one_sessions_while_a_dead_clients_device_may_import_it() {
+    let mut w = World::incoherent();
+    assert!(w.grow(0));
+    w.free_credit(0);
+    w.run(0, 0, 1).unwrap();
+    let extent = extent_of(&mut w, 0, 0);
+    // A driver has the extent still: a reference beside the broker's own.
+    let fd = w.broker.buffers[&extent].fd().unwrap().as_raw_fd();
+    HELD.with_borrow_mut(|held| held.insert(fd, 2));
+    w.die(0, false);
+    w.look_again();
+    assert_eq!(w.broker.window_counts(), (0, 1));
+    while w.grow(1) {
+        assert_ne!(
+            w.seen(1).table.last().unwrap().place.extent,
+            extent,
+            "a dead client's device may have it"
+        );
+    }
+    hold(fd, -1);
+    w.look_again();
+    assert!(w.grow(1), "it is back");
+    w.all_comes_back();
+}
+
+#[test]
+fn a_session_that_makes_room_for_another_keeps_what_its_device_may_write_out_of_use() {
+    let mut w = World::new();
+    // A session of low priority, whose first two blocks a device imports; then the pool is full.
+    (0..2).for_each(|_| assert!(w.grow(0)));
+    w.window(0, 0, 2, None).unwrap();
+    let (_, fd) = w.seen(0).windows[0];
+    hold(fd, 1);
+    w.imported.push(fd);
+    let under = w.made[&fd].clone();
+    while w.grow(0) {}
+    let all = w.seen(0).table.len();
+    let id = SessionId(w.seen(0).session);
+    w.broker.state.sessions.get_mut(&id).unwrap().priority = 1;
+    // The other process of the tenant needs room: the session is asked, and ended when its time is up.
+    w.send(1, Verb::Grow, |m| {
+        m.put(&wire::Grow { want: 1.into(), least: 1.into(), ..wire::Grow::default() });
+    });
+    let client = w.clients[1].as_ref().unwrap().0;
+    assert!(w.broker.is_waiting(client), "it waits for the session to make room");
+    w.broker.tick(Instant::now() + Duration::from_secs(3600));
+    w.work();
+    assert_eq!(
+        w.broker.window_counts(),
+        (0, 1),
+        "the window ends with its session, and the device has it still"
+    );
+    w.broker.verify().unwrap();
+    // The process agrees: it closes the session. What its device imports stays where it is.
+    w.ask(0, Verb::Close, |m| _ = m.put(&wire::Report::default())).unwrap();
+    assert!(!w.broker.is_waiting(client), "what nobody reaches any more is granted");
+    w.die(1, true);
+    while w.grow(1) {
+        let place = w.seen(1).table.last().unwrap().place;
+        assert!(!under.contains(&place), "{place:?} is granted under a window that a device has");
+    }
+    assert_eq!(w.seen(1).table.len(), all - 2);
+    w.all_comes_back();
+}
+
+#[test]
+fn what_a_device_has_is_not_evicted_and_is_cached_when_it_lets_go() {
+    let mut w = World::new();
+    (0..2).for_each(|_| assert!(w.grow(0)));
+    w.window(0, 0, 2, None).unwrap();
+    let (_, fd) = w.seen(0).windows[0];
+    hold(fd, 1);
+    let (report, used) = w.report(0);
+    let seal = wire::Seal { report, from: 0.into(), count: 4.into() };
+    w.ask(0, Verb::Seal, |m| _ = m.put(&seal).put_tokens(&[1, 2, 3, 4]).put_blocks(used)).unwrap();
+    w.ask(0, Verb::Close, |m| _ = m.put(&wire::Report::default())).unwrap();
+    let all = super::Evict::Blocks { most: u64::MAX, tenant: None };
+    assert_eq!(w.broker.evict(&all).blocks, 0, "the window holds them");
+    w.broker.verify().unwrap();
+    hold(fd, -2);
+    w.look_again();
+    assert_eq!(w.broker.evict(&all).blocks, 2);
+    w.seen(0).windows.clear();
+    w.all_comes_back();
+}
+
+#[test]
+fn draining_goes_on_with_windows_of_sessions_that_go_on() {
+    let mut w = World::new();
+    (0..2).for_each(|_| assert!(w.grow(0)));
+    let first = w.window(0, 0, 1, None).unwrap();
+    w.broker.set_draining(true);
+    w.window(0, 0, 2, Some(first)).unwrap();
+    w.window(0, 1, 1, None).unwrap();
+    w.close(0, 0);
+    w.broker.set_draining(false);
+    w.all_comes_back();
+}
+
+#[test]
+fn a_session_that_was_closed_gets_no_window() {
+    let mut w = World::new();
+    assert!(w.grow(0));
+    w.window(0, 0, 1, None).unwrap();
+    w.ask(0, Verb::Close, |m| _ = m.put(&wire::Report::default())).unwrap();
+    let ask = wire::Window { blocks: 1.into(), ..wire::Window::default() };
+    assert_eq!(w.ask(0, Verb::Window, |m| _ = m.put(&ask)).unwrap_err(), Fault::Stale);
+    assert_eq!(w.broker.window_counts(), (0, 1), "the one that it had ends with it");
+    w.all_comes_back();
+}
+
 #[test]
 fn a_state_that_is_read_back_keeps_blocks_under_windows_in_place() {
     let mut w = World::new();
@@ -452,6 +699,62 @@ proptest! {
                 _ => w.look_again(),
             }
             w.broker.verify().map_err(TestCaseError::fail)?;
+        }
+        w.all_comes_back();
+    }
+
+    #[test]
+    fn what_an_incoherent_device_imports_has_one_writer_whatever_the_sessions_do(
+        steps in prop::collection::vec((0usize..9, 0usize..3, any::<u8>(), any::<u8>()), 1..60),
+    ) {
+        let mut w = World::incoherent();
+        // Windows by run that are open: whose, number, extents.
+        let mut runs: Vec<(usize, u64, Vec<ExtentId>)> = Vec::new();
+        for (what, c, a, b) in steps {
+            let (length, (a, b)) = (w.seen(c).table.len(), (usize::from(a), usize::from(b)));
+            match what {
+                0..=2 => _ = w.grow(c),
+                3 => w.free_credit(c),
+                4 | 5 if length > 0 => {
+                    let first = a % length;
+                    let blocks = 1 + b % (length - first);
+                    let made = w.run(c, first, blocks);
+                    let refused = matches!(made, Err(Fault::Busy | Fault::BadRequest | Fault::OverLimit));
+                    prop_assert!(made.is_ok() || refused, "{made:?}");
+                    if let Ok(window) = made {
+                        let under = &w.seen(c).table[first..first + blocks];
+                        runs.push((c, window, under.iter().map(|b| b.place.extent).collect()));
+                    }
+                }
+                6 if length > 0 => {
+                    w.trim(c, a % length);
+                    // Which of them the trim has ended, the broker says when they are closed.
+                    let (ended, others): (Vec<_>, Vec<_>) = runs.into_iter().partition(|(whose, ..)| *whose == c);
+                    runs = others;
+                    for (_, window, _) in ended {
+                        let closed = w.end_run(c, window);
+                        prop_assert!(matches!(closed, Ok(_) | Err(Fault::Stale)));
+                    }
+                }
+                7 => {
+                    w.die(c, a % 2 == 0);
+                    runs.retain(|(whose, ..)| *whose != c);
+                }
+                8 if !runs.is_empty() => {
+                    let (whose, window, _) = runs.remove(a % runs.len());
+                    w.end_run(whose, window).unwrap();
+                }
+                _ => w.look_again(),
+            }
+            w.broker.verify().map_err(TestCaseError::fail)?;
+            for (whose, window, extents) in &runs {
+                for other in (0..3).filter(|other| other != whose) {
+                    let seen = w.seen(other);
+                    let mut has = seen.table.iter().chain(&seen.credit);
+                    let second = has.find(|b| extents.contains(&b.place.extent));
+                    prop_assert!(second.is_none(), "{second:?} is client {other}'s, under window {window} of {whose}");
+                }
+            }
         }
         w.all_comes_back();
     }

@@ -38,10 +38,10 @@ mod staging;
 mod sync;
 mod view;
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::AtomicUsize;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
@@ -226,6 +226,8 @@ struct Shared {
     options: ClientOptions,
     /// The staging buffer, while a window uses it.
     staging: Mutex<std::sync::Weak<staging::Staging>>,
+    /// The device imports extents in which this process has no credit only.
+    alone: AtomicBool,
     made_by: u32,
 }
 
@@ -297,7 +299,7 @@ impl Client {
         };
         // Twice the pool: an extent that the broker has renewed comes under a new name while the old one may still be
         // mapped here.
-        let places = info.extents.saturating_mul(2).saturating_add(2);
+        let places = info.extents.saturating_mul(2).saturating_add(2).saturating_add(welcome.copies.get());
         let arena = Arena::new(places, info.extent_bytes as usize)
             .map_err(|source| Error::Map { what: "the address range of the pool".into(), source })?;
         let shared = Shared {
@@ -310,6 +312,7 @@ impl Client {
             info,
             options,
             staging: Mutex::default(),
+            alone: AtomicBool::new(false),
             made_by: std::process::id(),
         };
         Ok(Client { shared: Arc::new(shared) })
@@ -587,9 +590,12 @@ impl Shared {
                 "a grant names {named} extents and brings {came} descriptors"
             )));
         }
-        for (&id, fd) in grant.extents.iter().zip(message.fds) {
+        if grant.alone {
+            self.alone.store(true, Ordering::Relaxed);
+        }
+        for ((&id, &writable), fd) in grant.extents.iter().zip(&grant.writable).zip(message.fds) {
             let what = || format!("{id} of {} bytes", self.info.extent_bytes);
-            self.arena.map(id, fd).map_err(|source| Error::Map { what: what(), source })?;
+            self.arena.map(id, fd, writable).map_err(|source| Error::Map { what: what(), source })?;
         }
         let spare = |&(BlockId { place, generation }, flags): &(BlockId, u32)| {
             let missing = || Error::Protocol(format!("{} was granted without its descriptor", place.extent));
@@ -649,6 +655,20 @@ impl Shared {
         self.free(format, spares)
     }
 
+    /// Gives the credit in some extents back to the broker.
+    fn free_credit_in(&self, format: &Arc<Format>, extents: &BTreeSet<ExtentId>) -> Result<(), Error> {
+        if self.is_asked(format) {
+            // Answers come in order: after this one, what was asked for ahead is here too.
+            self.room(format)?;
+        }
+        let positions: BTreeSet<_> = extents.iter().filter_map(|e| self.arena.position(*e)).collect();
+        let all: Vec<_> = std::iter::from_fn(|| format.credits.take()).collect();
+        let (there, elsewhere): (Vec<_>, Vec<_>) =
+            all.into_iter().partition(|spare| positions.contains(&spare.position));
+        elsewhere.into_iter().for_each(|spare| format.credits.give(spare));
+        self.free(format, there)
+    }
+
     /// Gives credit back to the broker. Without a broker it stays credit.
     fn free(&self, format: &Arc<Format>, spares: Vec<Spare>) -> Result<(), Error> {
         for some in spares.chunks(MAX_BLOCKS) {
@@ -679,6 +699,10 @@ impl Shared {
 struct ParsedGrant {
     tokens: u64,
     extents: Vec<ExtentId>,
+    /// Of each extent, whether it may be written.
+    writable: Vec<bool>,
+    /// The device imports them only while no credit is in them.
+    alone: bool,
     blocks: Vec<(BlockId, u32)>,
 }
 
@@ -693,6 +717,8 @@ impl ParsedGrant {
         Ok(ParsedGrant {
             tokens: grant.tokens.get(),
             extents: extents.iter().map(|e| ExtentId(e.extent.get())).collect(),
+            writable: extents.iter().map(|e| e.flags.get() & wire::READ_ONLY == 0).collect(),
+            alone: extents.iter().any(|e| e.flags.get() & wire::EXTENT_ALONE != 0),
             blocks: blocks.iter().map(|b| (b.block.id(), b.flags.get())).collect(),
         })
     }

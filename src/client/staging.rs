@@ -4,7 +4,9 @@
 //! Owns the mapping, and who has which half. Invariants: a half is one batch's from the moment in which it is taken until
 //! the batch is dropped; who waits for a half gets one in the order of arrival, and a window that has one already never
 //! waits for the other, so that two windows with one half each cannot wait for each other; the CPU touches a half only
-//! inside a section of [`Cpu`], which tells the caches.
+//! inside a section of [`Cpu`], which tells the caches; and since that tells of the whole buffer, no read section begins
+//! while a half is being filled: where the device is not coherent, it would throw away what was written and is still in a
+//! cache.
 
 #![allow(unsafe_code)]
 
@@ -12,7 +14,7 @@ use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::atomic::{AtomicU64, Ordering};
-use std::sync::{Arc, Condvar, Mutex, MutexGuard};
+use std::sync::{Arc, Condvar, Mutex, MutexGuard, RwLock};
 
 use crate::map::{SharedMap, page_bytes};
 use crate::window::sync::{Counts, Cpu, Direction};
@@ -35,6 +37,8 @@ pub(super) struct Staging {
     half_bytes: usize,
     queue: Mutex<Queue>,
     freed: Condvar,
+    /// Shared by those that fill a half; who begins to drain one has it alone for that moment.
+    filling: RwLock<()>,
     counts: Counts,
     copied: AtomicU64,
 }
@@ -50,7 +54,8 @@ impl Staging {
         let map = SharedMap::new(fd.as_fd(), bytes)?;
         let queue = Mutex::new(Queue::default());
         let (freed, counts, copied) = (Condvar::new(), Counts::new(), AtomicU64::new(0));
-        Ok(Staging { fd, map, half_bytes, queue, freed, counts, copied })
+        let filling = RwLock::new(());
+        Ok(Staging { fd, map, half_bytes, queue, freed, filling, counts, copied })
     }
 
     /// The buffer.
@@ -127,6 +132,7 @@ impl Half {
     /// # Safety
     /// Each piece points at so many readable bytes outside the staging buffer, together no more than the half has.
     pub unsafe fn fill(&self, pieces: impl IntoIterator<Item = (*const u8, usize)>) -> io::Result<()> {
+        let _filling = self.staging.filling.read().unwrap_or_else(|poisoned| poisoned.into_inner());
         let cpu = Cpu::begin(self.staging.fd(), Direction::Write, Some(&self.staging.counts))?;
         let mut at = self.offset();
         for (from, bytes) in pieces {
@@ -144,7 +150,10 @@ impl Half {
     /// # Safety
     /// As for [`fill`](Self::fill), with writable bytes.
     pub unsafe fn drain(&self, pieces: impl IntoIterator<Item = (*mut u8, usize)>) -> io::Result<()> {
+        // Caches are invalidated when the section begins, so nobody needs to wait for its end.
+        let alone = self.staging.filling.write().unwrap_or_else(|poisoned| poisoned.into_inner());
         let cpu = Cpu::begin(self.staging.fd(), Direction::Read, Some(&self.staging.counts))?;
+        drop(alone);
         let mut at = self.offset();
         for (to, bytes) in pieces {
             debug_assert!(at + bytes <= self.offset() + self.bytes());
@@ -230,6 +239,29 @@ mod tests {
         }
         assert_eq!(to, source);
         assert_eq!(s.counts(), (1, 1, 512), "one hand-over each way");
+    }
+
+    #[test]
+    fn no_half_is_taken_from_the_device_while_another_is_being_filled() {
+        let s = staging();
+        let (one, other) = (s.take(false).unwrap(), s.take(true).unwrap());
+        let mut byte = 7u8;
+        let at = &raw mut byte;
+        let may = |what: &str, may: bool| {
+            assert_eq!(s.filling.try_write().is_ok(), may, "{what}");
+            1usize
+        };
+        // The pieces are asked for while the section is open.
+        // SAFETY: each piece is one byte of a variable that outlives the copy.
+        unsafe {
+            let pieces = [false, false].map(|allowed| (at.cast_const(), allowed));
+            one.fill(pieces.iter().map(|(p, allowed)| (*p, may("a drain beside a fill", *allowed)))).unwrap();
+            let pieces = [(at, true)];
+            other
+                .drain(pieces.iter().map(|(p, allowed)| (*p, may("a fill beside a drain", *allowed))))
+                .unwrap();
+        }
+        may("afterwards", true);
     }
 
     #[test]

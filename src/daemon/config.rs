@@ -11,7 +11,7 @@ use thiserror::Error;
 
 use super::check::{self, Outlook};
 use super::pressure;
-use crate::broker::{Eviction, Policy, StorePolicy, TenantPolicy};
+use crate::broker::{CommonRule, Eviction, Policy, StorePolicy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
 use crate::heap::{Backend, DmaHeap};
 use crate::id::Tenant;
@@ -21,6 +21,9 @@ use crate::profile::Profile;
 use crate::quote::shown;
 use crate::size::Size;
 use crate::store::Location;
+
+/// The largest file that is read: the shipped one, with every key and a comment to each, has 5 KiB.
+const MOST_BYTES: u64 = 1 << 20;
 
 /// Why there is no configuration.
 #[derive(Debug, Error)]
@@ -59,6 +62,8 @@ pub struct DeviceTable {
     pub node: Option<PathBuf>,
     /// Bits of an address of it.
     pub address_bits: u32,
+    /// Whether it sees what CPUs have in their caches; if nothing is said, see [`Config::device_coherent`].
+    pub coherent: Option<bool>,
     /// The IOMMU's.
     pub iommu: PathBuf,
     /// What makes dma-bufs of memfds.
@@ -76,6 +81,7 @@ impl Default for DeviceTable {
         DeviceTable {
             node: None,
             address_bits: 32,
+            coherent: None,
             iommu: "/dev/iommu".into(),
             udmabuf: "/dev/udmabuf".into(),
             staging: Size::from_bytes(2 << 20),
@@ -209,6 +215,16 @@ struct CacheTable {
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 struct PrefixTable {
     store: StoreTable,
+    common: Vec<CommonTable>,
+    common_limit: Option<Size>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct CommonTable {
+    uid: u32,
+    label: String,
+    tenants: Vec<u32>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -357,6 +373,9 @@ pub struct Config {
     pub device: DeviceAccess,
     /// What else is known of that device.
     pub device_table: DeviceTable,
+    /// Whether the device is coherent: as configured, else what is true of every device driven through VFIO, which binds no
+    /// other, and of DMA on x86-64.
+    pub device_coherent: bool,
     /// The heap, if one is named.
     pub heap: Option<PathBuf>,
     /// Where heaps are.
@@ -404,10 +423,10 @@ impl Default for Config {
 
 impl Config {
     /// Reads `path`, if it exists or `must_exist`, and the `*.toml` files of the directory `path` + `.d` in the order of
-    /// their names; later ones win, key by key. Then the command line.
+    /// their names; later ones win, key by key, `[[tenant]]` by uid, `[[profile]]` as a whole. Then the command line.
     pub fn read(path: &Path, must_exist: bool, over: &Overrides) -> Result<Self, ConfigError> {
         let mut files = Vec::new();
-        match std::fs::read_to_string(path) {
+        match read_text(path) {
             Ok(text) => files.push((path.to_path_buf(), text)),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound && !must_exist => {}
             Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
@@ -460,6 +479,16 @@ impl Config {
         check::possible_here(self)
     }
 
+    /// Whether prompts are common to several tenants.
+    pub(super) fn shares_prompts(&self) -> bool {
+        !self.limits.common.is_empty()
+    }
+
+    /// Bytes that read-only copies of these may have.
+    pub(super) fn common_bytes(&self) -> u64 {
+        self.limits.common_bytes
+    }
+
     /// The configured size of the pool.
     pub fn pool(&self) -> Size {
         Size::from_bytes(self.pool_bytes)
@@ -505,6 +534,16 @@ impl Config {
     pub(super) fn tenant_limits(&self) -> impl Iterator<Item = (Option<u32>, Size)> + '_ {
         let each = self.tenants.iter().filter_map(|(tenant, t)| Some((Some(tenant.0), t.limit?)));
         self.tenant_limit.map(|limit| (None, limit)).into_iter().chain(each)
+    }
+
+    /// The limit that holds for `uid`, as it is written.
+    pub(super) fn limit_of(&self, uid: u32) -> Option<Size> {
+        self.tenants.get(&Tenant(uid)).and_then(|t| t.limit).or(self.tenant_limit)
+    }
+
+    /// The reserves of tenants as they are written.
+    pub(super) fn tenant_reserves(&self) -> impl Iterator<Item = (u32, Size)> + '_ {
+        self.tenants.iter().filter_map(|(tenant, t)| Some((tenant.0, t.reserve?)))
     }
 
     fn from_file(file: File, over: &Overrides, origins: Origins) -> Result<Self, ConfigError> {
@@ -559,6 +598,12 @@ impl Config {
                 "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
             return Err(origins.wrong("pool.device", "vfio", why.into()));
         }
+        let vfio = file.pool.device == DeviceAccess::Vfio;
+        if vfio && file.device.coherent == Some(false) {
+            let why = "VFIO binds coherent devices only: leave it out, or name another pool.device";
+            return Err(origins.wrong("device.coherent", "false", why.into()));
+        }
+        let device_coherent = file.device.coherent.unwrap_or(vfio || cfg!(target_arch = "x86_64"));
         if !(20..=64).contains(&file.device.address_bits) {
             let bits = file.device.address_bits.to_string();
             return Err(origins.wrong("device.address-bits", &bits, "a device has 20 to 64".into()));
@@ -567,23 +612,10 @@ impl Config {
             let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
             return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
         }
-        let reserves: u64 =
-            file.tenant.iter().filter_map(|t| t.reserve).map(Size::bytes).fold(0, u64::saturating_add);
-        if reserves > pool_bytes {
-            let (all, pool) = (Size::from_bytes(reserves), Size::from_bytes(pool_bytes));
-            let text = format!("the reserves are {all} together, more than the pool of {pool}");
-            return Err(origins.refuse("tenant", text));
-        }
-        for t in &file.tenant {
-            if let (Some(reserve), Some(limit)) = (t.reserve, t.limit) {
-                if reserve.bytes() > limit.bytes() {
-                    let uid = t.uid;
-                    let text = format!("uid {uid}: a reserve of {reserve} is more than its limit of {limit}");
-                    return Err(origins.refuse("tenant", text));
-                }
-            }
-        }
+        let (common, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
         let limits = Policy {
+            common,
+            common_bytes,
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
             sessions_per_connection: file.limits.sessions_per_connection,
@@ -605,6 +637,7 @@ impl Config {
             backend: over.backend.unwrap_or(file.pool.backend),
             device: file.pool.device,
             device_table: file.device,
+            device_coherent,
             heap: over.heap.clone().or(file.pool.heap),
             heap_directory: file.pool.heap_directory,
             extent: over.extent.unwrap_or(file.pool.extent),
@@ -657,6 +690,34 @@ impl Config {
     }
 }
 
+/// Whose prompts are common to whom, and the bytes that copies may have.
+fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<(Vec<CommonRule>, u64), ConfigError> {
+    let wrong = |value: String, why: &str| Err(origins.wrong("prefix.common", value, why.into()));
+    let mut rules = Vec::new();
+    for c in &t.common {
+        let value = format!("uid {}, label {:?}", c.uid, c.label);
+        if c.label.is_empty() {
+            return wrong(
+                value,
+                "name the prompts: the beginning of the label of their pins (kvbctl status)",
+            );
+        }
+        if c.tenants.is_empty() || c.tenants.contains(&c.uid) {
+            return wrong(value, "tenants names those who may read it beside the one who pins it");
+        }
+        let readers = c.tenants.iter().copied().map(Tenant).collect();
+        rules.push(CommonRule { donor: Tenant(c.uid), label: c.label.clone(), readers });
+    }
+    match (t.common_limit, rules.is_empty()) {
+        (Some(limit), true) => {
+            let why = "there is no [[prefix.common]] that it could limit".into();
+            Err(origins.wrong("prefix.common-limit", limit.exact(), why))
+        }
+        (_, true) => Ok((rules, 0)),
+        (limit, false) => Ok((rules, limit.map_or(pool / 4, Size::bytes))),
+    }
+}
+
 fn store(t: StoreTable, pool: u64, origins: &Origins) -> Result<Option<StorePolicy>, ConfigError> {
     let Some(path) = t.directory else {
         let given = t.tenants.is_some() || !t.labels.is_empty() || t.limit.is_some();
@@ -698,6 +759,23 @@ fn profile(t: &ProfileTable, origins: &Origins) -> Result<Profile, ConfigError> 
         .map_err(|e| value(format!("[[profile]] {name}: {e}")))
 }
 
+/// A file of a configuration's size: a pipe is never waited for, and what has no end is not read to it.
+fn read_text(path: &Path) -> std::io::Result<String> {
+    let wrong = |why: String| std::io::Error::new(std::io::ErrorKind::InvalidInput, why);
+    // Looked at before it is opened: to open a pipe is to wait for who writes it.
+    let meta = std::fs::metadata(path)?;
+    if !meta.is_file() {
+        return Err(wrong("this is no regular file".into()));
+    }
+    if meta.len() > MOST_BYTES {
+        return Err(wrong(format!(
+            "the file has {} bytes, more than the {MOST_BYTES} of any configuration",
+            meta.len()
+        )));
+    }
+    std::fs::read_to_string(path)
+}
+
 fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
     let mut directory = path.as_os_str().to_owned();
     directory.push(".d");
@@ -716,16 +794,36 @@ fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
         }
     }
     paths.sort();
-    paths.into_iter().map(|p| Ok((p.clone(), std::fs::read_to_string(&p).map_err(read(p))?))).collect()
+    paths.into_iter().map(|p| Ok((p.clone(), read_text(&p).map_err(read(p))?))).collect()
 }
 
 fn merge(into: &mut toml::Table, from: toml::Table) {
     for (key, value) in from {
         match (into.get_mut(&key), value) {
             (Some(toml::Value::Table(old)), toml::Value::Table(new)) => merge(old, new),
+            (Some(toml::Value::Array(old)), toml::Value::Array(new)) if key == "tenant" => {
+                merge_tenants(old, new);
+            }
             (_, value) => _ = into.insert(key, value),
         }
     }
+}
+
+/// Tenants of several files stand beside each other, so that a file for one does not undo another's reserve; keys of the
+/// same tenant win as all keys do. One that stands twice in the same file stays there twice, and is refused later.
+fn merge_tenants(into: &mut Vec<toml::Value>, from: Vec<toml::Value>) {
+    let mut earlier = std::mem::take(into);
+    for new in from {
+        let same = earlier.iter().position(|old| old.get("uid") == new.get("uid"));
+        match (same.map(|at| earlier.remove(at)), new) {
+            (Some(toml::Value::Table(mut old)), toml::Value::Table(new)) => {
+                merge(&mut old, new);
+                into.push(toml::Value::Table(old));
+            }
+            (_, new) => into.push(new),
+        }
+    }
+    into.append(&mut earlier);
 }
 
 /// The parser's message, and for a key that nobody knows the nearest one that somebody does.
@@ -844,6 +942,8 @@ mod tests {
             "directory",
             "tenants",
             "labels",
+            "common-limit",
+            "label",
             "model",
             "name",
             "layers",
@@ -854,6 +954,7 @@ mod tests {
             "scrub",
             "node",
             "address-bits",
+            "coherent",
             "iommu",
             "udmabuf",
             "staging",
@@ -876,6 +977,9 @@ mod tests {
         assert!(read("[pool]\nsize = 256\n").unwrap_err().contains("line 2"));
         assert!(read("[pool]\nbackend = \"vram\"\n").unwrap_err().contains("vram"));
         assert!(read("[pool]\ndevice = \"vfio\"\n").unwrap_err().contains("needs device.node"));
+        let incoherent =
+            "[pool]\ndevice = \"vfio\"\n[device]\nnode = \"/dev/vfio/devices/vfio0\"\ncoherent = false\n";
+        assert!(read(incoherent).unwrap_err().contains("VFIO binds coherent devices only"));
         assert!(read("[device]\naddress-bits = 8\n").unwrap_err().contains("20 to 64"));
         assert!(read("[device]\nstaging = \"9M\"\n").unwrap_err().contains("more than device.staging-total"));
         assert!(read("[socket]\nmode = \"rw\"\n").unwrap_err().contains("octal"));
@@ -906,6 +1010,56 @@ mod tests {
         assert_eq!(read(&over).unwrap().pool_bytes, 8 << 20);
         std::fs::write(drop_in.join("40-d.toml"), "[pol]\n").unwrap();
         assert!(read(&Overrides::default()).unwrap_err().to_string().contains("40-d.toml"));
+    }
+
+    #[test]
+    fn what_is_no_file_of_a_configurations_size_or_nested_without_end_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kvbroker.toml");
+        let drop_in = dir.path().join("kvbroker.toml.d");
+        std::fs::create_dir(&drop_in).unwrap();
+        let read = || Config::read(&path, true, &Overrides::default()).unwrap_err().to_string();
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(read().ends_with("kvbroker.toml: this is no regular file"), "{}", read());
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
+        assert!(read().contains("the file has 1048577 bytes, more than"), "{}", read());
+        for deep in [format!("a = {}", "[".repeat(200_000)), format!("[{}a]", "a.".repeat(200_000))] {
+            std::fs::write(&path, deep).unwrap();
+            let said = read();
+            assert!(said.contains("kvbroker.toml: line 1"), "{}", &said[..said.len().min(200)]);
+        }
+        std::fs::write(&path, [0xff, 0xfe]).unwrap();
+        assert!(read().contains("UTF-8"), "{}", read());
+        std::fs::write(&path, "").unwrap();
+        std::fs::create_dir(drop_in.join("10-a.toml")).unwrap();
+        assert!(read().ends_with("10-a.toml: this is no regular file"), "{}", read());
+    }
+
+    #[test]
+    fn tenants_of_several_files_stand_beside_each_other_and_profiles_are_those_of_the_last_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kvbroker.toml");
+        let drop_in = dir.path().join("kvbroker.toml.d");
+        std::fs::create_dir(&drop_in).unwrap();
+        let profile = |layers: u32| format!("[[profile]]\nlayers = {layers}\nkv-heads = 2\nhead-dim = 64\n");
+        let first = "[[tenant]]\nuid = 7\nreserve = \"6M\"\nlimit = \"60M\"\n";
+        std::fs::write(&path, format!("{first}{}", profile(8))).unwrap();
+        let second = "[[tenant]]\nuid = 8\nreserve = \"9M\"\n[[tenant]]\nuid = 7\nlimit = \"30M\"\n";
+        std::fs::write(drop_in.join("10-a.toml"), format!("{second}{}", profile(4))).unwrap();
+        std::fs::write(drop_in.join("20-b.toml"), "[[tenant]]\nuid = 9\npriority = 5\n").unwrap();
+        let read = || Config::read(&path, true, &Overrides::default()).map_err(|e| e.to_string());
+        let config = read().unwrap();
+        let policy = config.policy(3 << 20, false);
+        let of = |uid: u32| policy.tenants[&Tenant(uid)];
+        assert_eq!((of(7).reserve, of(7).limit), (2, Some(10)));
+        assert_eq!((of(8).reserve, of(8).limit), (3, None));
+        assert_eq!(of(9).priority, 5);
+        assert_eq!(config.profiles.len(), 1);
+        assert_eq!(config.profiles[0].groups()[0].layers.len(), 4);
+        // Twice in one file is a mistake, also where an earlier file has it.
+        std::fs::write(drop_in.join("20-b.toml"), "[[tenant]]\nuid = 7\n[[tenant]]\nuid = 7\n").unwrap();
+        assert!(read().unwrap_err().contains("uid = 7 stands there twice"));
     }
 
     #[test]
@@ -941,6 +1095,24 @@ mod tests {
             ("[limits]\ntenant = \"2M\"\n", "limits.tenant = 2M: a tenant owns whole extents, and one is 3M"),
             ("[[tenant]]\nuid = 7\nlimit = \"0B\"\n", "tenant = uid 7, limit 0B"),
             ("[[tenant]]\nuid = 4294967295\nlimit = \"96M\"\n", "no user can have this uid"),
+            ("[pool]\nextent = \"0B\"\n", "pool.extent = 0B: an extent of 0B is not a whole number"),
+            // A reserve is whole extents of 3 MiB, a limit as well: one rounds up, the other down.
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"200M\"\n[[tenant]]\nuid = 8\nreserve = \"55M\"\n",
+                "tenant = 258M: the reserves are 86 extents together, and the pool has 85",
+            ),
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"8388608T\"\n[[tenant]]\nuid = 8\nreserve = \"8388608T\"\n",
+                "the reserves are",
+            ),
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"4M\"\nlimit = \"5M\"\n",
+                "tenant = uid 7, reserve 4M, limit 5M: that is 2 extents of 3 MiB reserved, and 1 allowed",
+            ),
+            (
+                "[limits]\ntenant = \"3M\"\n[[tenant]]\nuid = 7\nreserve = \"6M\"\n",
+                "tenant = uid 7, reserve 6M, limit 3M",
+            ),
             ("[[profile]]\nmodel = \"/nowhere/config.json\"\n", "[[profile]] model: "),
         ] {
             let said = refused(text);

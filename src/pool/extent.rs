@@ -85,6 +85,8 @@ pub struct Owned {
     pub warmth: u64,
     /// Its holders have been asked to give it back: no block of it is granted meanwhile.
     pub wanted_back: bool,
+    /// A device that is not coherent imports it for one session: nobody else gets a block of it meanwhile.
+    pub aside: bool,
 }
 
 impl Owned {
@@ -96,7 +98,7 @@ impl Owned {
 
     /// Whether blocks of it can be granted.
     pub(super) fn is_open(&self) -> bool {
-        self.free > 0 && !self.wanted_back
+        self.free > 0 && !self.wanted_back && !self.aside
     }
 }
 

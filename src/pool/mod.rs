@@ -5,7 +5,7 @@
 //! - the ledger adds up to the pool, and is what a count from the extents gives;
 //! - an extent belongs to one tenant at a time, and changes hands only as a new extent;
 //! - a place is granted only while it is free, and each grant is a new generation of it;
-//! - the index of extents with free places is exactly those, and so is that of extents with nothing but cached blocks.
+//! - the index of extents with free places that can be granted is exactly those, and so is that of extents with nothing but cached blocks.
 
 mod extent;
 mod ledger;
@@ -24,7 +24,7 @@ use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[allow(missing_docs)]
 pub enum ClaimError {
-    #[error("{0} does not exist: it has been taken back")]
+    #[error("{0} does not exist for this tenant: it has been taken back, or never was its own")]
     NoExtent(ExtentId),
     #[error("{0} does not exist: the extent has fewer places")]
     NoSlot(BlockId),
@@ -251,6 +251,16 @@ impl Pool {
         self.held.get(&client).cloned().unwrap_or_default()
     }
 
+    /// [`check_claim`](Self::check_claim) for what a client of `tenant` names: of another tenant's extent it learns no
+    /// more than of one that does not exist, since lives of places would tell what the other one does.
+    pub fn check_claim_of(&self, tenant: Tenant, claim: BlockId) -> Result<Block, ClaimError> {
+        let extent = claim.place.extent;
+        match self.extents.get(&extent).and_then(Extent::owned) {
+            Some(owned) if owned.tenant == tenant => self.check_claim(claim),
+            _ => Err(ClaimError::NoExtent(extent)),
+        }
+    }
+
     /// Turns a claim into a block in use, or says what is wrong with it.
     pub fn check_claim(&self, claim: BlockId) -> Result<Block, ClaimError> {
         let extent = self.extents.get(&claim.place.extent);
@@ -293,6 +303,7 @@ impl Pool {
                 o.tenant == tenant
                     && o.format == format
                     && !o.wanted_back
+                    && !o.aside
                     && o.slots.get(next.slot as usize).is_some_and(|s| s.block == Block::Free)
             });
             if fits && (take.new_descriptors > 0 || self.is_holder(next.extent, take.client)) {
@@ -336,6 +347,7 @@ impl Pool {
             suspect: 0,
             warmth: 0,
             wanted_back: false,
+            aside: false,
         });
         let bytes = cut.slot_bytes * u64::from(cut.slots);
         self.ledger.transfer(Account::Free, Account::Stranded, bytes);
@@ -398,23 +410,32 @@ impl Pool {
         let warmth = owned.warmth;
         let slot = &mut owned.slots[place.slot as usize];
         let from = std::mem::replace(&mut slot.block, to);
+        if matches!((from, to), (Block::Held { .. }, Block::Held { .. })) && from.account() == to.account() {
+            // One table more or less: nothing that is counted has changed.
+            return;
+        }
         let (was_free, is_free) = (from == Block::Free, to == Block::Free);
         let key = (owned.tenant, owned.format, owned.home);
         let bytes = owned.slot_bytes;
         owned.cached = owned.cached - u32::from(from.is_cached()) + u32::from(to.is_cached());
         let suspect = |b: Block| u32::from(matches!(b, Block::Suspect(_)));
         owned.suspect = owned.suspect - suspect(from) + suspect(to);
+        let aside = owned.aside;
         if was_free && !is_free {
             owned.free -= 1;
             let full = owned.free == 0;
-            self.count_free((key.0, key.1), -1);
-            if full {
-                self.close(key, place.extent);
+            if !aside {
+                self.count_free((key.0, key.1), -1);
+                if full {
+                    self.close(key, place.extent);
+                }
             }
         } else if is_free && !was_free {
             owned.free += 1;
-            self.count_free((key.0, key.1), 1);
-            self.open.entry(key).or_default().insert(place.extent);
+            if !aside {
+                self.count_free((key.0, key.1), 1);
+                self.open.entry(key).or_default().insert(place.extent);
+            }
         }
         if to.is_cached() && !from.is_cached() {
             self.clock += 1;
@@ -674,6 +695,31 @@ impl Pool {
             self.count_free((key.0, key.1), free);
             self.open.entry(key).or_default().insert(extent);
         }
+    }
+
+    /// Sets an extent aside, so that no block of it is granted, or ends that. What is in use stays in use.
+    pub fn set_aside(&mut self, extent: ExtentId, on: bool) {
+        let Some(Use::Owned(owned)) = self.extents.get_mut(&extent).map(|e| &mut e.usage) else { return };
+        let was_open = owned.is_open();
+        owned.aside = on;
+        let (key, free, is_open) =
+            ((owned.tenant, owned.format, owned.home), i64::from(owned.free), owned.is_open());
+        match (was_open, is_open) {
+            (true, false) => {
+                self.count_free((key.0, key.1), -free);
+                self.close(key, extent);
+            }
+            (false, true) => {
+                self.count_free((key.0, key.1), free);
+                self.open.entry(key).or_default().insert(extent);
+            }
+            _ => {}
+        }
+    }
+
+    /// Whether an extent is set aside.
+    pub fn is_aside(&self, extent: ExtentId) -> bool {
+        self.extents.get(&extent).and_then(Extent::owned).is_some_and(|o| o.aside)
     }
 
     /// Extents that are wanted back.

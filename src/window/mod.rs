@@ -199,6 +199,8 @@ pub struct StagingMeans {
 pub struct Means {
     /// The device.
     pub access: Access,
+    /// Whether the device sees what CPUs have in their caches, so that nothing is lost by an import.
+    pub coherent: bool,
     /// `/dev/udmabuf`.
     pub udmabuf: Result<Arc<udmabuf::Udmabuf>, String>,
     /// The device's own address spaces.
@@ -211,6 +213,7 @@ impl Default for Means {
     fn default() -> Self {
         Means {
             access: Access::Unknown,
+            coherent: true,
             udmabuf: Err("udmabuf is not opened here".into()),
             iommu: Err("no device is configured (device.node)".into()),
             staging: Err("no staging buffer is configured (device.staging)".into()),

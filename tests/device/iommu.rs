@@ -113,18 +113,27 @@ impl AddressSpace {
     }
 }
 
-/// The character device of the edu device, once vfio-pci drives it.
-pub fn edu_node() -> String {
+/// The edu device in sysfs.
+fn edu() -> PathBuf {
     let is_edu = |path: &PathBuf| {
         let id = |file| fs::read_to_string(path.join(file)).unwrap_or_default();
         id("vendor").trim() == "0x1234" && id("device").trim() == "0x11e8"
     };
     let devices = fs::read_dir("/sys/bus/pci/devices").expect("PCI");
-    let device = devices.map(|entry| entry.expect("entry").path()).find(is_edu).expect("an edu device");
+    devices.map(|entry| entry.expect("entry").path()).find(is_edu).expect("an edu device")
+}
+
+/// Its PCI address.
+pub fn edu_address() -> String {
+    edu().file_name().and_then(|name| name.to_str()).expect("address").to_owned()
+}
+
+/// The character device of the edu device, once vfio-pci drives it.
+pub fn edu_node() -> String {
+    let device = edu();
     if !device.join("driver").exists() {
         fs::write(device.join("driver_override"), "vfio-pci").expect("driver_override");
-        let address = device.file_name().and_then(|name| name.to_str()).expect("address");
-        fs::write("/sys/bus/pci/drivers_probe", address).expect("drivers_probe");
+        fs::write("/sys/bus/pci/drivers_probe", edu_address()).expect("drivers_probe");
     }
     let mut nodes = fs::read_dir(device.join("vfio-dev")).expect("vfio-pci has no character device");
     let node = nodes.next().expect("a node").expect("entry").file_name();
@@ -162,11 +171,16 @@ impl Edu {
 
     /// A device that somebody has bound and attached already.
     pub fn over(device: File) -> Edu {
-        // The PCI command register: answer to memory accesses, be a bus master.
-        device.write_all_at(&6u16.to_le_bytes(), Edu::CONFIGURATION + 4).expect("PCI command");
         let edu = Edu(device);
+        edu.set_bus_master(true);
         assert_eq!(edu.read(0) & 0xffff, 0x00ed, "the identification register");
         edu
+    }
+
+    /// Whether it may reach memory; it always answers to accesses to its registers.
+    pub fn set_bus_master(&self, on: bool) {
+        let command: u16 = if on { 6 } else { 2 };
+        self.0.write_all_at(&command.to_le_bytes(), Edu::CONFIGURATION + 4).expect("PCI command");
     }
 
     fn read(&self, register: u64) -> u32 {

@@ -8,6 +8,7 @@ use std::ops::Range;
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Duration;
 
 use kvbroker::broker::{Broker, Policy};
 use kvbroker::client::{
@@ -20,7 +21,7 @@ use kvbroker::window::udmabuf::Udmabuf;
 use kvbroker::window::{Access, How, Means, StagingMeans, What};
 use kvbroker::wire::Fault;
 
-use crate::iommu::{Edu, edu_node};
+use crate::iommu::{Edu, edu_address, edu_node};
 use crate::llama::{self, ROW_BYTES};
 use crate::support::{BLOCK, CMA_HEAP, EXTENT, MIB, Map, cma_used, dma_buf_sync, holders};
 use crate::through::{Through, expected};
@@ -44,7 +45,7 @@ fn means(access: Access) -> Means {
         }
         _ => Err("no device is configured".into()),
     };
-    Means { access, udmabuf, iommu, staging: Ok(staging) }
+    Means { access, udmabuf, iommu, staging: Ok(staging), ..Means::default() }
 }
 
 fn broker(heap: Arc<dyn Heap>, access: Access) -> Embedded {
@@ -111,6 +112,12 @@ fn buffer(window: &Window) -> (OwnedFd, usize, usize) {
 
 /// Pages that devices and iommufd have pinned just now.
 pub fn pinned() -> i64 {
+    let (acquired, released) = pins();
+    acquired - released
+}
+
+/// Pages that were pinned since the machine began, and those of them that were let go.
+pub fn pins() -> (i64, i64) {
     // The kernel counts on each CPU and adds up late.
     fs::write("/proc/sys/vm/stat_refresh", "1").expect("stat_refresh");
     let text = fs::read_to_string("/proc/vmstat").expect("vmstat");
@@ -119,7 +126,14 @@ pub fn pinned() -> i64 {
             text.lines().find_map(|l| l.strip_prefix(name)).unwrap_or_else(|| panic!("{name} in vmstat"));
         line.trim().parse().expect("a number")
     };
-    value("nr_foll_pin_acquired ") - value("nr_foll_pin_released ")
+    (value("nr_foll_pin_acquired "), value("nr_foll_pin_released "))
+}
+
+/// Linux up to 6.10 holds a udmabuf's pages by references, which no counter shows; newer ones pin them.
+fn udmabuf_pins() -> bool {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").expect("osrelease");
+    let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().expect("a kernel's number"));
+    (numbers.next(), numbers.next()) >= (Some(6), Some(11))
 }
 
 fn descriptors() -> usize {
@@ -142,11 +156,10 @@ fn a_udmabuf_window_shows_scattered_blocks_in_token_order_and_grows_seldom() {
         assert_eq!(window.how(), How::Udmabuf);
         assert_eq!(window.declined().len(), 1, "{:?}", window.declined());
         let whole = s.window(0..128, What::Blocks, None).expect("whole blocks");
-        assert_eq!(
-            pinned() - pins,
-            ((8 * 8192 + 8 * BLOCK) / 4096) as i64,
-            "exactly what is shown is pinned"
-        );
+        if udmabuf_pins() {
+            let shown = ((8 * 8192 + 8 * BLOCK) / 4096) as i64;
+            assert_eq!(pinned() - pins, shown, "exactly what is shown is pinned");
+        }
         for token in 129..=256 {
             write(&mut s, token - 1..token);
             s.extend_window(&mut window, token).expect("growth");
@@ -374,7 +387,7 @@ fn an_npu_behind_an_iommu_works_on_scattered_blocks_that_grow_and_faults_on_thos
     write(&mut theirs, 0..16);
     let (fault, text) = refusal(theirs.window(0..16, What::Blocks, None));
     assert_eq!(fault, Some(Fault::Busy), "{text}");
-    assert!(text.contains("in somebody's hands still"), "{text}");
+    assert!(text.contains("is another tenant's, which has windows for it"), "{text}");
 
     // Unmapped, an access reaches nothing and leaves nothing behind.
     edu.load(iova, ROW as u64);
@@ -411,6 +424,165 @@ fn an_npu_behind_an_iommu_works_on_scattered_blocks_that_grow_and_faults_on_thos
     assert_eq!(row[..2], [byte(0, 0), byte(0, 1)]);
     drop((edu, mine, theirs, stranger, broker));
     assert_eq!(pinned(), pins, "every pinned page is let go");
+}
+
+#[test]
+fn a_device_changes_tenants_once_every_descriptor_is_closed_though_its_owner_stays_connected() {
+    let broker = memfd_pool(Access::Iommu);
+    let (first, second) = (client(&broker, 1001), client(&broker, 1002));
+    let (mut mine, mut theirs) = (open(&first), open(&second));
+    write(&mut mine, 0..16);
+    write(&mut theirs, 0..16);
+    let mut window = mine.window(0..16, What::Blocks, None).expect("a window");
+    let device = window.take_device().expect("the device");
+    drop(window);
+    let (fault, text) = refusal(theirs.window(0..16, What::Blocks, None));
+    assert_eq!(fault, Some(Fault::Busy), "{text}");
+    assert!(text.contains("in somebody's hands still"), "{text}");
+    // Whoever has it goes on with it, whatever others have asked for.
+    drop(mine.window(0..16, What::Blocks, None).expect("the owner's next window"));
+    let copy = device.try_clone().expect("dup");
+    drop(device);
+    let (fault, text) = refusal(theirs.window(0..16, What::Blocks, None));
+    assert_eq!(fault, Some(Fault::Busy), "a copy of the descriptor is open: {text}");
+    drop(copy);
+    let mut window = theirs.window(0..16, What::Blocks, None).expect("bound anew, so nobody has it");
+    let edu = Edu::over(window.take_device().expect("the device").into());
+    let (fault, text) = refusal(mine.window(0..16, What::Blocks, None));
+    assert_eq!(fault, Some(Fault::Busy), "{text}");
+    drop((edu, window));
+    let mut window = mine.window(0..16, What::Blocks, None).expect("and back");
+    let edu = Edu::over(window.take_device().expect("the device once more").into());
+    let WindowPlace::Address { iova, .. } = window.place() else { panic!("{:?}", window.place()) };
+    edu.load(iova + ((2 * LAYER + 1) * 8192) as u64, ROW as u64);
+    edu.store(iova, ROW as u64);
+    let mut row = [0; ROW];
+    mine.read_row(0, 0, Kv::K, &mut row).expect("a row");
+    assert_eq!(row[..2], [byte(0, 0), byte(0, 1)]);
+}
+
+#[test]
+fn device_addresses_that_run_out_are_told_and_come_back_with_each_window() {
+    let (pins, fds) = (pinned(), descriptors());
+    {
+        let broker = memfd_pool(Access::Iommu);
+        let mut narrow = means(Access::Iommu);
+        // 8 MiB of addresses: a few windows of three blocks.
+        let device = Device::open(Path::new(&edu_node()), Path::new("/dev/iommu"), 23);
+        narrow.iommu = Ok(Arc::new(device.expect("the device")));
+        broker.with(|b| b.set_means(narrow));
+        let client = client(&broker, 1001);
+        let (mut s, _other) = scattered(&client, 48);
+        let mut fitted = Vec::new();
+        for _ in 0..20 {
+            let mut held = Vec::new();
+            let (fault, text) = loop {
+                match s.window(0..48, What::Blocks, Some(How::Iommu)) {
+                    Ok(window) => held.push(window),
+                    Err(e) => break (e.fault(), e.to_string()),
+                }
+            };
+            assert_eq!(fault, Some(Fault::Busy), "{text}");
+            assert!(text.contains("bytes of device addresses are not left beside"), "{text}");
+            fitted.push(held.len());
+        }
+        assert!(fitted[0] >= 1 && fitted.iter().all(|n| *n == fitted[0]), "addresses are lost: {fitted:?}");
+    }
+    assert_eq!((pinned(), descriptors()), (pins, fds), "pinned pages and descriptors");
+}
+
+#[test]
+fn a_device_that_is_unbound_serves_its_windows_to_the_end_and_is_missed_by_name_after() {
+    let broker = memfd_pool(Access::Iommu);
+    let node = edu_node();
+    let owner = client(&broker, 1001);
+    let (mut s, other) = scattered(&owner, 32);
+    let mut window = s.window(0..32, What::Blocks, None).expect("a window");
+    let edu = Edu::over(window.take_device().expect("the device").into());
+    let address = edu_address();
+    // The kernel takes the node away, asks for the device, and waits until it is let go of.
+    let unbinding = std::thread::spawn(move || fs::write("/sys/bus/pci/drivers/vfio-pci/unbind", address));
+    while Path::new(&node).exists() {
+        std::thread::sleep(Duration::from_millis(10));
+    }
+    std::thread::sleep(Duration::from_millis(200));
+    assert!(!unbinding.is_finished(), "a device in use was taken away");
+    write(&mut s, 32..48);
+    s.extend_window(&mut window, 48).expect("it grows still");
+    let WindowPlace::Address { iova, .. } = window.place() else { panic!("{:?}", window.place()) };
+    edu.load(iova + ((2 * LAYER + 1) * 8192) as u64, ROW as u64);
+    edu.store(iova + (2 * BLOCK) as u64, ROW as u64);
+    let mut row = [0; ROW];
+    s.read_row(32, 0, Kv::K, &mut row).expect("a row");
+    assert_eq!(row[..2], [byte(0, 0), byte(0, 1)], "and the device reaches what it has grown by");
+    drop((edu, window, s, other, owner));
+    unbinding.join().expect("the thread").expect("unbound");
+
+    let next = client(&broker, 1001);
+    let mut s = open(&next);
+    write(&mut s, 0..16);
+    let (fault, text) = refusal(s.window(0..16, What::Blocks, Some(How::Iommu)));
+    assert_eq!(fault, Some(Fault::BrokerFault), "{text}");
+    assert!(text.contains(&node) && text.contains("bind the device to vfio-pci first"), "{text}");
+    assert_eq!(edu_node(), node, "bound again");
+    s.window(0..16, What::Blocks, None).expect("and it serves");
+    broker.with(|b| b.verify().expect("the books add up"));
+}
+
+#[test]
+fn a_device_that_was_reset_finds_its_windows_where_they_were() {
+    let broker = memfd_pool(Access::Iommu);
+    let client = client(&broker, 1001);
+    let (mut s, _other) = scattered(&client, 32);
+    let mut window = s.window(0..32, What::Blocks, None).expect("a window");
+    let edu = Edu::over(window.take_device().expect("the device").into());
+    let WindowPlace::Address { iova, .. } = window.place() else { panic!("{:?}", window.place()) };
+    edu.load(iova + ((2 * LAYER + 1) * 8192) as u64, ROW as u64);
+    // This model knows no reset: what one leaves behind is a device that may not reach memory.
+    edu.set_bus_master(false);
+    edu.store(iova + BLOCK as u64, ROW as u64);
+    let mut row = [0; ROW];
+    s.read_row(16, 0, Kv::K, &mut row).expect("a row");
+    assert_eq!(row, [0; ROW], "a device that is no bus master wrote");
+    s.extend_window(&mut window, 32).expect("nothing to ask for");
+    edu.set_bus_master(true);
+    edu.store(iova + BLOCK as u64, ROW as u64);
+    s.read_row(16, 0, Kv::K, &mut row).expect("a row");
+    assert_eq!(row[..2], [byte(0, 0), byte(0, 1)]);
+}
+
+#[test]
+fn a_run_for_a_device_that_is_not_coherent_has_its_extent_to_itself() {
+    let before = cma_used();
+    {
+        let broker = broker(heap(CMA_HEAP), Access::Contiguous);
+        broker.with(|b| b.set_means(Means { coherent: false, ..means(Access::Contiguous) }));
+        // With credit, as a process usually has some: the library gives back what lies in the extent.
+        let owner = Client::on(&broker, 1001, ClientOptions::default()).expect("a client");
+        let mut s = open(&owner);
+        write(&mut s, 0..48);
+        let mut run = s.window(0..48, What::Blocks, None).expect("a window");
+        assert_eq!(run.how(), How::Run, "{:?}", run.declined());
+        let text = s.fork().map(drop).expect_err("a twin would write, too").to_string();
+        assert!(text.contains("only one session may write it"), "{text}");
+        // Another process of the tenant gets all of the pool but that extent.
+        let neighbour = client(&broker, 1001);
+        let mut other = open(&neighbour);
+        other.ensure(7 * 8 * 16).expect("seven extents");
+        assert_eq!(other.ensure(7 * 8 * 16 + 1).unwrap_err().fault(), Some(Fault::Busy));
+        write(&mut s, 48..96);
+        s.extend_window(&mut run, 96).expect("growth");
+        assert_eq!((run.how(), buffer(&run).1), (How::Run, 0), "{:?}", run.declined());
+        // A run is refused where somebody else writes: the caller gets the staging buffer.
+        drop(run);
+        s.trim(16).expect("trimmed");
+        other.ensure(7 * 8 * 16 + 1).expect("the extent is as any other again");
+        let staged = s.window(0..16, What::Blocks, None).expect("a window");
+        assert_eq!(staged.how(), How::Bounce);
+        assert!(staged.declined()[0].1.contains("the device is not coherent"), "{:?}", staged.declined());
+        broker.with(|b| b.verify().expect("the books add up"));
+    }
+    assert_eq!(cma_used(), before, "pool and staging buffer are back");
 }
 
 #[test]

@@ -8,6 +8,7 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use super::super::staging::{Half, Staging};
@@ -324,6 +325,10 @@ impl Session {
             What::Blocks => (0, 0, Kv::K),
             What::Plane { layer, kv } => (1, layer, kv),
         };
+        if matches!(options.how, None | Some(How::Run)) && self.client.alone.load(Ordering::Relaxed) {
+            let extents = self.entries[first..end].iter().map(|e| e.block.place.extent).collect();
+            self.client.free_credit_in(&self.format, &extents)?;
+        }
         let per_block = self.per_block();
         let reply = self.call(Verb::Window, |w, report, blocks| {
             w.put(&wire::Window {
