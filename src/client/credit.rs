@@ -125,36 +125,65 @@ impl Credits {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use std::collections::HashSet;
-    use std::sync::Mutex;
+    use std::sync::atomic::AtomicBool;
 
+    const EXTENTS: u32 = 3;
+    const SLOTS: u32 = 70;
+
+    /// What the owner of a block, and nobody else, does with it.
+    #[derive(Default)]
+    struct Place {
+        owned: AtomicBool,
+        /// The life that its last owner gave it.
+        life: AtomicU64,
+    }
+
+    /// No lock and no order of their own: what a thread sees of a place comes by way of the bitmap.
     #[test]
-    fn threads_that_take_and_give_never_hold_one_block_twice() {
-        let credits = Credits::new(3, 70);
-        let all: Vec<_> = (0..3).flat_map(|p| (0..70).map(move |s| (p, s))).collect();
-        for &(position, slot) in &all {
-            credits.give(Spare { position, slot, generation: 7, zero: slot % 2 == 0 });
+    fn threads_that_take_and_give_never_hold_one_block_twice_and_see_its_latest_life() {
+        let credits = Credits::new(EXTENTS, SLOTS);
+        let places: Vec<Place> = (0..EXTENTS * SLOTS).map(|_| Place::default()).collect();
+        for place in 0..EXTENTS * SLOTS {
+            credits.give(Spare { position: place / SLOTS, slot: place % SLOTS, generation: 0, zero: true });
         }
-        assert_eq!(credits.count(), 210);
-        let held = Mutex::new(HashSet::new());
+        assert_eq!(credits.count(), EXTENTS * SLOTS);
+        // Fewer turns where an interpreter takes them.
+        let turns = if cfg!(miri) { 200 } else { 20_000 };
         std::thread::scope(|scope| {
             for _ in 0..4 {
                 scope.spawn(|| {
-                    for _ in 0..2000 {
-                        let Some(spare) = credits.take() else { continue };
-                        let place = (spare.position, spare.slot);
-                        assert_eq!(spare.generation, 7);
-                        assert_eq!(spare.zero, spare.slot % 2 == 0);
-                        assert!(held.lock().unwrap().insert(place), "{place:?} is held already");
-                        assert!(held.lock().unwrap().remove(&place));
+                    let mut mine = Vec::new();
+                    for turn in 0..turns {
+                        if let Some(spare) = credits.take() {
+                            let place = &places[(spare.position * SLOTS + spare.slot) as usize];
+                            assert!(!place.owned.swap(true, Ordering::Relaxed), "{spare:?} is held already");
+                            assert_eq!(spare.generation, place.life.load(Ordering::Relaxed), "{spare:?}");
+                            assert_eq!(spare.zero, spare.generation % 2 == 0, "{spare:?}");
+                            mine.push(spare);
+                        }
+                        // Now and then one has many and the others look for some.
+                        let keep = if turn % 64 < 32 { 60 } else { 2 };
+                        while mine.len() > keep {
+                            let spare = mine.swap_remove(turn % mine.len());
+                            let place = &places[(spare.position * SLOTS + spare.slot) as usize];
+                            let generation = spare.generation + 1;
+                            place.life.store(generation, Ordering::Relaxed);
+                            place.owned.store(false, Ordering::Relaxed);
+                            credits.give(Spare { generation, zero: generation % 2 == 0, ..spare });
+                        }
+                    }
+                    for spare in mine {
+                        let place = &places[(spare.position * SLOTS + spare.slot) as usize];
+                        place.owned.store(false, Ordering::Relaxed);
                         credits.give(spare);
                     }
                 });
             }
         });
-        assert_eq!(credits.count(), 210);
-        let taken: HashSet<_> = std::iter::from_fn(|| credits.take()).map(|s| (s.position, s.slot)).collect();
-        assert_eq!(taken.len(), 210);
+        assert_eq!(credits.count(), EXTENTS * SLOTS);
+        let taken = std::iter::from_fn(|| credits.take()).map(|s| (s.position, s.slot));
+        let taken: std::collections::BTreeSet<_> = taken.collect();
+        assert_eq!(taken.len(), (EXTENTS * SLOTS) as usize);
         assert!(credits.is_empty() && credits.take().is_none());
     }
 }

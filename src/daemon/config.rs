@@ -889,7 +889,7 @@ mod tests {
     fn what_an_error_quotes_of_the_file_is_cut_and_harmless() {
         for text in [
             format!("{} = 1", "k".repeat(100_000)),
-            format!("[socket]\nmode = \"{}\"", "0".repeat(100_000)),
+            format!("[socket]\nmode = \"{}\"", "9".repeat(100_000)),
             format!("[[profile]]\nname = \"{}\"", "n".repeat(100_000)),
             "[[profile]]\nname = \"\\u001b[2J\"\n".into(),
         ] {
