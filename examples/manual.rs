@@ -87,8 +87,8 @@ fn configuration(date: &str) -> String {
         &mut page,
         "DESCRIPTION",
         "/etc/kvbroker/kvbroker.toml is read when kvbrokerd(8) starts. Files /etc/kvbroker/kvbroker.toml.d/*.toml win \
-         over it, key by key, in the order of their names, and the command line over all. \"kvbrokerd --check\" says \
-         what a start would take, or which file, key and value are wrong.",
+         over it, key by key (tenants by uid, profiles all together), in the order of their names, and the command line \
+         over all. \"kvbrokerd --check\" says what a start would take, or which file, key and value are wrong.",
     );
     section(
         &mut page,

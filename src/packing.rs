@@ -59,10 +59,9 @@ pub enum PackingError {
     #[error("a block of 0 bytes: there is nothing to pack")]
     EmptyBlock,
     #[error(
-        "an extent of {} is not a whole number of {page}-byte pages: use {} or {}",
+        "an extent of {} is not a whole number of {page}-byte pages: use {}",
         Size::from_bytes(*.extent).exact(),
-        Size::from_bytes(.extent / .page * .page).exact(),
-        Size::from_bytes(.extent.next_multiple_of(*.page)).exact()
+        whole_pages(*.extent, *.page)
     )]
     NotPages { extent: u64, page: u64 },
     #[error("an extent of {} is too large: the most is {}", Size::from_bytes(*.0), Size::from_bytes(MAX_EXTENT_BYTES))]
@@ -73,6 +72,15 @@ pub enum PackingError {
     #[error("a pool of {} holds no extent of {}: make the pool larger, or use fewer tokens per block",
         Size::from_bytes(*.pool), Size::from_bytes(*.extent))]
     PoolTooSmall { pool: u64, extent: u64 },
+}
+
+/// The sizes next to `extent` (at most [`MAX_EXTENT_BYTES`]) that are whole pages, and not none.
+fn whole_pages(extent: u64, page: u64) -> String {
+    let exact = |bytes| Size::from_bytes(bytes).exact();
+    match extent / page * page {
+        0 => exact(page),
+        lower => format!("{} or {}", exact(lower), exact(extent.next_multiple_of(page))),
+    }
 }
 
 /// A pool cut into extents.
@@ -515,7 +523,10 @@ mod tests {
             choose(u64::MAX, ExtentSize::Auto, &[u64::MAX]),
             Err(PackingError::ExtentTooLarge(_))
         ));
-        assert!(choose(MIB, ExtentSize::Bytes(0), &[4096]).is_err());
+        for none in [0, 1] {
+            let said = choose(MIB, ExtentSize::Bytes(none), &[4096]).unwrap_err().to_string();
+            assert!(said.ends_with("pages: use 4K"), "{said}");
+        }
         assert_eq!(Placement::pages(4095), Err(PackingError::Page(4095)));
         assert_eq!(Placement::cma(4096, 13), Err(PackingError::CmaOrder(13)));
     }

@@ -32,6 +32,10 @@ pub enum ProfileError {
         "a block of {tokens} tokens would take {bytes} bytes, more than the {MAX_BLOCK_BYTES} a block may have: use fewer tokens per block"
     )]
     BlockTooLarge { tokens: u32, bytes: u64 },
+    #[error(
+        "layer {layer} is there twice, or behind one of a higher number: each layer once, in the order of the model"
+    )]
+    LayerOrder { layer: u32 },
     #[error("a layer's window of 0 tokens keeps nothing: leave the window out for full attention")]
     EmptyWindow,
 }
@@ -150,6 +154,15 @@ impl Profile {
         }
         if let Some((layer, _)) = groups.iter().flat_map(|g| &g.layers).find(|(_, l)| l.k_row == 0) {
             return Err(ProfileError::EmptyRow { layer: *layer });
+        }
+        // Who looks for a layer by its number finds one, and the same one in every process.
+        let mut numbers = std::collections::BTreeSet::new();
+        for group in &groups {
+            let behind = group.layers.windows(2).find(|pair| pair[1].0 <= pair[0].0).map(|pair| pair[1].0);
+            let twice = group.layers.iter().map(|(n, _)| *n).find(|n| !numbers.insert(*n));
+            if let Some(layer) = behind.or(twice) {
+                return Err(ProfileError::LayerOrder { layer });
+            }
         }
         let profile =
             Profile { name: name.into(), element: element.into(), layout, tokens_per_block, groups };

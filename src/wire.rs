@@ -86,8 +86,8 @@ wire! {
         page_bytes: U32,
         /// What the extents are: 1 dma-heap, 2 memfd, 4 udmabuf.
         backend: U32,
-        /// 0.
-        reserved: U32,
+        /// Extents beside the pool that this client may come to get, for reading only.
+        copies: U32,
     }
 
     /// `profile`: the geometry of one layer group; then `layers` times [`LayerRow`].
@@ -332,7 +332,7 @@ wire! {
     struct ExtentInfo {
         /// The extent.
         extent: U32,
-        /// [`EXTENT_ALONE`].
+        /// [`READ_ONLY`], [`EXTENT_ALONE`].
         flags: U32,
     }
 
@@ -426,6 +426,8 @@ wire! {
     }
 }
 
+/// The extent can be mapped for reading only, and is as long as its descriptor says (`fstat`).
+pub const READ_ONLY: u32 = 1;
 /// The block reads as zero.
 pub const ZERO: u32 = 1;
 /// The block is sealed: it is read, never written.
@@ -435,7 +437,7 @@ pub const RETURNED: u32 = 4;
 
 /// The configured device is not coherent: it imports this extent only while one session writes it, and while there is no
 /// credit in it.
-pub const EXTENT_ALONE: u32 = 1;
+pub const EXTENT_ALONE: u32 = 2;
 /// The device may not write what is under the window.
 pub const WINDOW_READ_ONLY: u32 = 1;
 /// A dma-buf comes with the reply: the window (udmabuf), or the staging buffer (bounce).

@@ -4,7 +4,7 @@ use std::ops::Range;
 use std::sync::Arc;
 
 use kvbroker::attention::{Contiguous, Element, Scratch, Shape, attention, store_row};
-use kvbroker::broker::{Broker, Policy};
+use kvbroker::broker::{Broker, Evict, Policy};
 use kvbroker::client::{
     Admission, Client, ClientOptions, Embedded, Error, GroupedSession, OpenOptions, Session, SessionStats,
 };
@@ -304,6 +304,29 @@ fn a_pinned_prefix_keeps_what_is_read_after_it_and_no_more() {
         (account(&broker, "pinned"), account(&broker, "cached")),
         (0, 10 * (32 << 10) + 10 * (64 << 10))
     );
+}
+
+#[test]
+fn while_a_prompt_is_in_use_the_start_of_layers_with_a_window_can_go_and_the_prompt_is_found_as_before() {
+    let broker = broker(40);
+    let c = client(&broker, 0);
+    let ids: Vec<u32> = (0..400).collect();
+    let mut s = open(&c);
+    run(&mut s, 160, 160, 1);
+    s.seal(&ids[..160]).unwrap();
+    drop(s);
+    let mut reader = open(&c);
+    assert_eq!(reader.attach(&ids).unwrap(), 160);
+    // What the reader holds needs none of the blocks before its window.
+    let gone = broker.with(|b| b.evict(&Evict::Blocks { most: u64::MAX, tenant: None }));
+    assert_eq!((gone.blocks, account(&broker, "cached")), (7, 0));
+    holds(&reader, 1);
+    let mut next = open(&c);
+    assert_eq!(next.attach(&ids).unwrap(), 160);
+    holds(&next, 1);
+    // A shorter prompt with the same beginning would have needed them.
+    drop((reader, next));
+    assert_eq!(open(&c).attach(&ids[..65]).unwrap(), 0);
 }
 
 #[test]

@@ -61,7 +61,7 @@ fn every_structure_is_in_the_document_byte_by_byte() {
         Header { opcode, fault, length, sequence, session }
         Refusal { needed, available }
         Hello { magic, version, label }
-        Welcome { version, tenant, instance, extent_bytes, extents, page_bytes, backend, reserved }
+        Welcome { version, tenant, instance, extent_bytes, extents, page_bytes, backend, copies }
         ProfileHead { layout, tokens_per_block, window, layers, name, element }
         LayerRow { number, k_row, v_row }
         Format { format, blocks_per_extent, slot_bytes, capacity }

@@ -83,7 +83,8 @@ pub enum Clock {
 }
 
 impl Clock {
-    fn now(self) -> Duration {
+    /// Its reading.
+    pub fn now(self) -> Duration {
         let id = match self {
             Clock::Wall => ClockId::CLOCK_MONOTONIC,
             Clock::Cpu => ClockId::CLOCK_PROCESS_CPUTIME_ID,

@@ -92,7 +92,7 @@ impl Broker {
     /// Decides about a session that will need `blocks` more than its table has. `None`: when the worker is done.
     pub(super) fn decide(&mut self, id: SessionId, blocks: u32, evict: bool) -> Option<Decision> {
         let s = &self.state.sessions[&id];
-        let (tenant, priority, has) = (s.tenant, s.priority, s.table.len() as u64);
+        let (tenant, priority, has) = (s.tenant, s.priority, self.in_pool(s) as u64);
         let (promised, cut) = (s.promised, self.state.formats[&s.format].cut);
         let least = u64::from(blocks);
         let decision = |verdict, blocks| Some(Decision { verdict, blocks });
@@ -151,7 +151,7 @@ impl Broker {
         let others = others.filter(|s| (s.tenant, s.format) == (tenant, format));
         let (mut places, mut promised) = (BTreeSet::new(), 0);
         for s in others {
-            places.extend(s.table.iter().map(|b| b.place));
+            places.extend(s.table.iter().map(|b| b.place).filter(|p| !p.extent.is_copy()));
             promised += u64::from(s.promised);
         }
         places.len() as u64 + promised

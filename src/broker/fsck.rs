@@ -110,6 +110,11 @@ impl Broker {
         self.sums.report.clone()
     }
 
+    /// Whether sums of what was sealed are still to be taken.
+    pub(super) fn is_summing(&self) -> bool {
+        self.sums.reading.is_some() || !self.sums.fresh.is_empty()
+    }
+
     /// Gives the worker something to read if it has nothing.
     pub(super) fn order_sum(&mut self) {
         while self.sums.reading.is_none() {
@@ -186,12 +191,18 @@ impl Broker {
     }
 
     /// Nobody finds the block any more, what pinned it is lifted, and who has it is told.
-    fn drop_damaged(&mut self, block: BlockId) -> DamageReport {
+    pub(super) fn drop_damaged(&mut self, block: BlockId) -> DamageReport {
         let BlockId { place, .. } = block;
         let tenant = self.state.pool.extents().get(&place.extent).and_then(|e| e.owned()).map(|o| o.tenant);
         let chains = self.state.prefixes.pins_of(block);
         for chain in &chains {
             self.lift_pin(chain);
+        }
+        // What the broker itself pinned, to copy or to save it, is nobody's chain.
+        for own in self.state.prefixes.pins_of(block) {
+            if let Some(name) = self.state.prefixes.name_of(block) {
+                self.set_pinned(&name, own, false);
+            }
         }
         let number = |s: &super::Session| s.table.iter().position(|b| *b == block).map(|i| s.head + i as u32);
         let holders: Vec<(SessionId, u32)> =

@@ -207,7 +207,8 @@ impl Broker {
         // Near the bound it counts that several tables may hold one block.
         let held: BTreeMap<Place, u64> =
             sessions().flat_map(|s| s.table.iter().map(move |b| (b.place, slot(s)))).collect();
-        most.saturating_sub(credit + held.values().sum::<u64>()) / cut.slot_bytes
+        let held = held.into_iter().filter(|(place, _)| !place.extent.is_copy()).map(|(_, bytes)| bytes);
+        most.saturating_sub(credit + held.sum::<u64>()) / cut.slot_bytes
     }
 
     /// What an extent that nobody has a block in use of, cached ones apart, may be taken for: the tenant's own first,
@@ -436,8 +437,9 @@ impl Broker {
             extents: (extents.len() as u32).into(),
             blocks: (blocks.len() as u32).into(),
         });
-        let flags = if self.imports_need_one_writer() { wire::EXTENT_ALONE } else { 0 };
+        let alone = if self.imports_need_one_writer() { wire::EXTENT_ALONE } else { 0 };
         for e in &extents {
+            let flags = if e.is_copy() { wire::READ_ONLY } else { alone };
             reply.body.put(&ExtentInfo { extent: e.0.into(), flags: flags.into() });
         }
         for (block, flags) in blocks {

@@ -10,6 +10,7 @@
 
 mod admission;
 mod alone;
+pub(crate) mod common;
 mod consent;
 mod drain;
 mod elastic;
@@ -29,6 +30,8 @@ mod store;
 pub mod tenant;
 mod usage;
 mod verbs;
+#[cfg(test)]
+mod verify_test;
 mod window;
 #[cfg(test)]
 mod window_test;
@@ -41,6 +44,7 @@ use std::sync::Arc;
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+pub use common::{CommonReport, CommonRule};
 pub use evict::{Evict, EvictReport};
 pub use fsck::{DamageReport, FsckReport};
 pub use lent::{Borrower, HoldError, HoldId, HoldProgress, HoldReport};
@@ -57,7 +61,7 @@ pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport}
 pub use usage::{ChainReport, PrefixesReport, TenantUsage, TenantsReport};
 pub use window::{Declined, Made, Making};
 
-use crate::heap::{Buffer, Heap, HeapError, Renewal};
+use crate::heap::{Buffer, Heap, HeapError, ReadOnlyCopy, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
 use crate::map::page_bytes;
 use crate::packing::Extents;
@@ -103,6 +107,10 @@ pub struct Policy {
     pub reclaim_ms: u32,
     /// Take checksums of sealed blocks, which a check compares ([`Broker::begin_fsck`]).
     pub checksums: bool,
+    /// Whose pinned prompts are common to whom.
+    pub common: Vec<CommonRule>,
+    /// Bytes that read-only copies of these may have, in whole extents.
+    pub common_bytes: u64,
     /// Zero a block at every grant, not only when it comes from another process.
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
@@ -132,6 +140,8 @@ impl Default for Policy {
             cache_bytes: None,
             reclaim_ms: 2000,
             checksums: false,
+            common: Vec::new(),
+            common_bytes: 0,
             scrub_always: false,
             one_block_per_extent: false,
             elastic: false,
@@ -226,6 +236,13 @@ pub enum Job {
         /// Its buffer, which nobody else has.
         buffer: Arc<Buffer>,
     },
+    /// Copy pieces of sealed blocks into memory that nobody can write.
+    Copy {
+        /// What [`Done::Copied`] repeats.
+        ticket: u64,
+        /// The blocks.
+        pieces: Vec<(Arc<Buffer>, Range<u64>)>,
+    },
     /// Read or write stored prefixes. The blocks that it names are nobody else's meanwhile, so it may be done beside the
     /// others.
     Store(Order),
@@ -266,6 +283,13 @@ pub enum Done {
     },
     /// The memory of an extent is with the kernel.
     GivenBack(ExtentId),
+    /// They are copied, or not.
+    Copied {
+        /// Of which job.
+        ticket: u64,
+        /// The copy.
+        result: Result<ReadOnlyCopy, String>,
+    },
     /// Stored prefixes were read or written, or not.
     Stored(Finished),
 }
@@ -295,6 +319,9 @@ impl Job {
             Job::GiveBack { extent, buffer } => {
                 lent::give_back(buffer);
                 Done::GivenBack(extent)
+            }
+            Job::Copy { ticket, pieces } => {
+                Done::Copied { ticket, result: ReadOnlyCopy::of(&pieces).map_err(|e| e.to_string()) }
             }
             Job::Store(order) => Done::Stored(order.run()),
         }
@@ -427,6 +454,7 @@ struct State {
     next_session: u64,
     sessions: BTreeMap<SessionId, Session>,
     prefixes: prefix::Prefixes,
+    common: common::Common,
     tenancy: tenant::Tenancy,
     /// Blocks that have been promised to sessions and not been granted yet.
     promises: BTreeMap<(Tenant, FormatId), u64>,
@@ -480,6 +508,7 @@ pub struct Broker {
     asked_back: BTreeMap<ExtentId, consent::Asked>,
     store: Option<store::Store>,
     absent: quarantine::Absent,
+    common: common::Commons,
     sums: fsck::Sums,
     lent: lent::Lent,
     windows: window::Windows,
@@ -528,6 +557,7 @@ impl Broker {
             next_session: 1,
             sessions: BTreeMap::new(),
             prefixes: prefix::Prefixes::new(policy.eviction),
+            common: common::Common::default(),
             tenancy: tenant::Tenancy {
                 revision: 1,
                 usual: policy.usual_tenant,
@@ -557,6 +587,7 @@ impl Broker {
             asked_back: BTreeMap::new(),
             store: None,
             absent: quarantine::Absent::new(),
+            common: common::Commons::default(),
             sums: fsck::Sums::default(),
             lent: lent::Lent::default(),
             windows: window::Windows::default(),
@@ -639,6 +670,7 @@ impl Broker {
         for extent in self.state.pool.held_by(id) {
             self.state.pool.remove_holder(extent, id);
         }
+        self.state.common.forget_client(id);
         for format in client.formats {
             self.forget_format(format);
         }
@@ -694,9 +726,13 @@ impl Broker {
         self.state.counters.requests += 1;
         let mut message = Writer::start(verb as u16 | wire::REPLY, 0, sequence, reply.session);
         message.put(reply.body.body());
-        self.note_granted(client, &reply.extents);
-        let buffers = reply.extents.iter().filter_map(|e| self.buffers.get(e).cloned()).collect();
-        let (message, descriptors) = (message.finish(), reply.descriptors);
+        // Copies have the highest names, so their descriptors come last.
+        let (copies, extents): (Vec<_>, Vec<_>) = reply.extents.iter().partition(|e| e.is_copy());
+        self.note_granted(client, &extents);
+        let buffers = extents.iter().filter_map(|e| self.buffers.get(e).cloned()).collect();
+        let mut descriptors: Vec<_> = copies.iter().filter_map(|e| self.common_descriptor(*e)).collect();
+        descriptors.extend(reply.descriptors);
+        let message = message.finish();
         let output = Output { to: client, message, buffers, descriptors, last: false };
         if reply.scrub.is_empty() {
             return self.outbox.push_back(output);
@@ -775,6 +811,7 @@ impl Broker {
             Done::Allocated(result) => self.allocated(result),
             Done::Summed { block, result } => self.summed(block, result),
             Done::GivenBack(extent) => self.given_back(extent),
+            Done::Copied { ticket, result } => self.copied(ticket, result),
             Done::Stored(finished) => self.store_finished(finished),
         }
         self.settle();
@@ -824,6 +861,8 @@ impl Broker {
     /// After every change: extents that were somebody's go to the worker; debug builds check every invariant.
     fn settle(&mut self) {
         self.let_go_of_devices();
+        self.tend_common();
+        self.end_waiting_for_copies();
         if std::mem::take(&mut self.stirred) {
             self.retry();
         }
@@ -856,14 +895,54 @@ impl Broker {
 
     /// Counts everything anew. The error says what does not add up.
     pub fn verify(&self) -> Result<(), String> {
-        let State { pool, sessions, clients, prefixes, .. } = &self.state;
+        self.verify_state()?;
+        let pool = &self.state.pool;
+        let absent = (pool.renewing() + pool.quarantined()) as usize;
+        if self.buffers.len() + absent + pool.lent() as usize != pool.extents().len() {
+            return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
+        }
+        if (self.kept_extents() as u32) < pool.quarantined() || self.kept_extents() > absent {
+            return Err(format!(
+                "{} buffers kept, {} in quarantine",
+                self.kept_extents(),
+                pool.quarantined()
+            ));
+        }
+        self.check_loans()?;
+        self.check_copies()?;
+        self.check_alone()?;
+        self.check_consent()
+    }
+
+    /// The part of it that a record can be held to: all but the buffers, and what a restart forgets.
+    fn verify_state(&self) -> Result<(), String> {
+        let State { pool, formats, sessions, clients, prefixes, .. } = &self.state;
         pool.check()?;
+        if let Some((id, _)) =
+            pool.extents().iter().find(|(_, e)| e.owned().is_some_and(|o| !formats.contains_key(&o.format)))
+        {
+            return Err(format!("{id} holds blocks of no format"));
+        }
         let mut refs: BTreeMap<_, u32> = BTreeMap::new();
         for (id, s) in sessions {
+            let (end, sealed) = (u64::from(s.head) + s.table.len() as u64, s.names.len() as u64);
+            if end.max(u64::from(s.names_from) + sealed) > u32::MAX.into() || !formats.contains_key(&s.format)
+            {
+                return Err(format!(
+                    "{id} has {end} blocks, {sealed} of them sealed, of format {}",
+                    s.format.0
+                ));
+            }
             if !clients.get(&s.client).is_some_and(|c| c.sessions.contains(id)) {
                 return Err(format!("{id} is on no connection"));
             }
             for block in &s.table {
+                if block.place.extent.is_copy() {
+                    if !self.state.common.is_held(*block, s.client) {
+                        return Err(format!("{id} has {block} of a copy in its table, which it has not got"));
+                    }
+                    continue;
+                }
                 *refs.entry(block.place).or_default() += 1;
                 match pool.check_claim(*block) {
                     Ok(Block::Held { .. }) if pool.is_holder(block.place.extent, s.client) => {}
@@ -871,7 +950,7 @@ impl Broker {
                 }
             }
             let sealed = s.table.iter().take(s.sealed().saturating_sub(s.head) as usize);
-            for block in sealed {
+            for block in sealed.filter(|b| !b.place.extent.is_copy()) {
                 if !matches!(pool.check_claim(*block), Ok(Block::Held { sealed: true, .. })) {
                     return Err(format!("{id} counts {block} as sealed"));
                 }
@@ -916,21 +995,7 @@ impl Broker {
         if prefixes.iter().filter(|(name, ..)| prefixes.is_idle(name)).count() as u64 != cached {
             return Err(format!("{cached} blocks are cached that nobody can find"));
         }
-        self.check_promises()?;
-        let absent = (pool.renewing() + pool.quarantined()) as usize;
-        if self.buffers.len() + absent + pool.lent() as usize != pool.extents().len() {
-            return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
-        }
-        if (self.kept_extents() as u32) < pool.quarantined() || self.kept_extents() > absent {
-            return Err(format!(
-                "{} buffers kept, {} in quarantine",
-                self.kept_extents(),
-                pool.quarantined()
-            ));
-        }
-        self.check_loans()?;
-        self.check_alone()?;
-        self.check_consent()
+        self.check_promises()
     }
 
     fn client(&self, id: ClientId) -> &Client {
@@ -944,15 +1009,22 @@ impl Broker {
         if let Some(client) = self.state.clients.get_mut(&session.client) {
             client.sessions.remove(&id);
         }
-        // From the tail: of a chain that goes altogether, no block is left without its parent in between.
-        for block in session.table.iter().rev() {
-            self.let_go(*block, None);
+        // From the tail: of a chain that goes altogether, no block is left without its parent in between. Of layers with a
+        // window it is the other way round: the end is what is still of use.
+        if self.is_windowed(session.format) {
+            session.table.iter().for_each(|block| _ = self.let_go(*block, None));
+        } else {
+            session.table.iter().rev().for_each(|block| _ = self.let_go(*block, None));
         }
         self.check_windows(id);
     }
 
     /// A block leaves a table. A published one that nobody holds any more is cached.
     fn let_go(&mut self, block: BlockId, to_credit: Option<ClientId>) -> Dropped {
+        if block.place.extent.is_copy() {
+            // Tables are all the references to it that are counted.
+            return Dropped::Kept;
+        }
         let keep = self.state.prefixes.is_published(block.place);
         let dropped = self.state.pool.drop_ref(block.place, to_credit, keep);
         match dropped {
@@ -965,6 +1037,9 @@ impl Broker {
 
     /// A block enters one more table.
     fn share(&mut self, block: BlockId) {
+        if block.place.extent.is_copy() {
+            return;
+        }
         self.state.pool.share(block.place);
         self.state.prefixes.hold(block.place);
     }

@@ -14,14 +14,17 @@ use std::time::{Duration, Instant};
 use proptest::prelude::*;
 use proptest::test_runner::{Config, RngAlgorithm, TestRng, TestRunner};
 
+use super::prefix::Digest;
 use super::tenant::USUAL_PRIORITY;
 use super::{
-    Borrower, Broker, Done, HoldId, Job, LimitChange, Outcome, Output, Peer, Policy, TenantPolicy, Waiting,
+    Borrower, Broker, Done, Evict, HoldId, Job, LimitChange, Outcome, Output, Peer, Policy, StoreOutcome,
+    StorePolicy, StoreReport, TenantPolicy, Waiting,
 };
 use crate::heap::{Backend, Buffer, Heap, HeapError, Held, Imaginary, Renewal};
 use crate::id::{BlockId, ClientId, ExtentId, Place, Tenant};
 use crate::map::page_bytes;
 use crate::profile::{Group, Layer, Layout, Profile};
+use crate::store::{Hex, Location};
 use crate::wire::{self, Event, Fault, Reader, Verb, Verdict, Writer};
 
 /// Extents, each with its owner.
@@ -265,6 +268,8 @@ struct Model {
     /// Of the missing ones, those that were lent and that the kernel has not refused.
     expected: u64,
     now: Option<Instant>,
+    /// Nothing begins.
+    draining: bool,
 }
 
 impl Model {
@@ -323,6 +328,10 @@ impl Model {
     /// Whether a block and all that continues it is held by nobody.
     fn is_evictable(&self, block: BlockId) -> bool {
         let name = self.lives[&block].published.as_ref().unwrap();
+        // Of a window, what continues a block does not need it.
+        if WINDOWS[name.1].is_some() {
+            return self.is_cached(block);
+        }
         let continues = |n: &Name| (n.0, n.1) == (name.0, name.1) && n.2.starts_with(&name.2);
         // A chain may have a hole: what is behind it continues nothing that can be found.
         let all: Vec<_> = self.lives.iter().filter_map(|(b, l)| Some((*b, l.published.as_ref()?))).collect();
@@ -342,6 +351,21 @@ impl Model {
             }
         }
         true
+    }
+
+    fn evictable_of_all(&self, uid: Option<u32>) -> u64 {
+        let uids = [1000, RESERVED.0, LIMITED.0].into_iter().filter(|u| uid.is_none_or(|uid| uid == *u));
+        uids.map(|u| (0..FORMATS.len()).map(|f| self.evictable(u, f)).sum::<u64>()).sum()
+    }
+
+    /// Nobody pins this chain any more.
+    fn unpin(&mut self, chain: &Name) {
+        let all: Vec<BlockId> =
+            self.lives.iter().filter(|(_, l)| l.pins.contains(chain)).map(|(b, _)| *b).collect();
+        for block in all {
+            self.lives.get_mut(&block).unwrap().pins.remove(chain);
+            self.bury(block);
+        }
     }
 
     fn evictable(&self, uid: u32, format: usize) -> u64 {
@@ -777,6 +801,25 @@ impl Model {
 
     fn try_answer(&mut self, client: u64, session: u64, ask: &Ask) -> Result<Must, Fault> {
         let uid = self.clients[&client].0;
+        if self.draining {
+            match ask {
+                Ask::Open { .. } | Ask::Reserve { .. } | Ask::Admit { .. } => return Err(Fault::Busy),
+                Ask::Fork { report } => {
+                    self.report(client, session, report)?;
+                    return Err(Fault::Busy);
+                }
+                Ask::Grow { report, want, least } => {
+                    self.report(client, session, report)?;
+                    let promised = self.sessions[&session].promised;
+                    if u64::from(*least) > promised {
+                        return Err(Fault::Busy);
+                    }
+                    let (format, want) = (self.sessions[&session].format, u64::from(*want).min(promised));
+                    return Ok(self.grant(client, format, Some(session), want as u32, *least));
+                }
+                _ => {}
+            }
+        }
         match ask {
             Ask::Hello => Err(Fault::BadRequest),
             Ask::Open { priority: 256.., .. } => Err(Fault::BadRequest),
@@ -1083,6 +1126,15 @@ struct Run {
     missed: u64,
     recovered: u64,
     lent: u64,
+    /// Blocks that went under pressure or by an operator's word, requests that a drain refused, prefixes saved and loaded.
+    pressed: u64,
+    drained: u64,
+    saved: u64,
+    loaded: u64,
+    /// Where prefixes are stored, once some are.
+    stored: Option<tempfile::TempDir>,
+    /// What the names of stored blocks stand for.
+    names: BTreeMap<Digest, Name>,
 }
 
 fn policy() -> Policy {
@@ -1128,6 +1180,12 @@ impl Run {
             missed: 0,
             recovered: 0,
             lent: 0,
+            pressed: 0,
+            drained: 0,
+            saved: 0,
+            loaded: 0,
+            stored: None,
+            names: BTreeMap::new(),
         }
     }
 
@@ -1219,6 +1277,9 @@ impl Run {
         // Whatever continues an evicted block must be gone too: the ends go first.
         for block in &gone {
             let name = self.model.lives[block].published.clone().unwrap();
+            if WINDOWS[name.1].is_some() {
+                continue;
+            }
             let per_block = FORMATS[name.1].0 as usize;
             let child = |n: &Name| {
                 (n.0, n.1) == (name.0, name.1)
@@ -1478,6 +1539,7 @@ impl Run {
             Must::Wait => unreachable!(),
             Must::Refuse(expected) => {
                 assert_eq!(fault, Some(expected));
+                self.drained += u64::from(self.model.draining && expected == Fault::Busy);
                 assert_eq!(output.last, matches!(w.ask, Ask::Hello));
                 return;
             }
@@ -1597,6 +1659,7 @@ impl Run {
             | Done::Allocated(_)
             | Done::GivenBack(_)
             | Done::Summed { .. }
+            | Done::Copied { .. }
             | Done::Stored(_) => None,
             Done::Window { .. } => unreachable!("the model asks for no windows"),
         };
@@ -1635,6 +1698,7 @@ impl Run {
             | Done::Window { .. }
             | Done::GivenBack(_)
             | Done::Summed { .. }
+            | Done::Copied { .. }
             | Done::Stored(_) => false,
             // Whoever waits for what was lent is told that it does not come.
             Done::Allocated(Err(_)) => std::mem::take(&mut m.expected) > 0,
@@ -1770,6 +1834,9 @@ impl Run {
         let buffers = there.into_iter().map(|id| (id, Imaginary.allocate(bytes).unwrap())).collect();
         self.broker = Broker::from_record(&record, self.heap.clone(), policy(), buffers).unwrap();
         self.log.push("restart".into());
+        // An operator's word is forgotten.
+        self.model.draining = false;
+        self.set_store();
         // Who was asked to make room is asked again when it is needed.
         self.model.wanted.clear();
         // Nobody has a lease any more.
@@ -1809,6 +1876,167 @@ impl Run {
             m.clean -= extents;
             m.lent += extents;
             self.lent += extents;
+        }
+        assert!(self.outputs().is_empty());
+        self.model.settle();
+        self.compare();
+    }
+
+    fn set_store(&mut self) {
+        let Some(stored) = &self.stored else { return };
+        let location = Location { path: stored.path().join("prefixes"), limit: 64 << 20 };
+        self.broker.set_store(StorePolicy { location, tenants: None, labels: Vec::new() });
+    }
+
+    /// What operators do, and the machine: pressure, evictions, drains, unpinning, saving and loading. Only while nobody
+    /// waits for extents: who waits would be tried again in the middle of it.
+    fn operate(&mut self, dice: &mut Dice<'_>) {
+        if self.extents_waiter().is_some() {
+            return;
+        }
+        let pins: Vec<Digest> = self.broker.state.prefixes.pins().map(|(chain, _)| *chain).collect();
+        match dice.roll(if pins.is_empty() { 4 } else { 9 }) {
+            0 => {
+                let all = self.model.evictable_of_all(None);
+                self.log.push(format!("memory is short: half of {all} cached blocks go"));
+                self.model.evictions = (all.div_ceil(2), false);
+                self.pressed += all.div_ceil(2);
+                assert_eq!(self.broker.pressed(), 0, "the pool is not elastic");
+            }
+            1 => {
+                let uid = dice.one_in(2).then(|| [1000, RESERVED.0, LIMITED.0][dice.roll(3)]);
+                let most = 1 + dice.roll(4) as u64;
+                self.evict(most, uid);
+            }
+            2 => {
+                self.model.draining = !self.model.draining;
+                self.log.push(format!("draining: {}", self.model.draining));
+                self.broker.set_draining(self.model.draining);
+            }
+            3 => return self.load(dice),
+            4 => {
+                let Some(chain) = dice.pick(&pins) else { return };
+                self.unpin(chain);
+            }
+            _ => return self.save(),
+        }
+        self.judge_retry(None);
+    }
+
+    fn unpin(&mut self, chain: Digest) {
+        let end = self.broker.state.prefixes.get(&chain);
+        let name = end.and_then(|b| self.model.lives[&b].published.clone());
+        self.log.push(format!("{name:?} is unpinned"));
+        if let Some(name) = name {
+            self.model.unpin(&name);
+        }
+        assert!(self.broker.unpin(&chain).is_some());
+    }
+
+    fn evict(&mut self, most: u64, uid: Option<u32>) {
+        let go = self.model.evictable_of_all(uid).min(most);
+        self.log.push(format!("{most} blocks of {uid:?} are evicted: {go}"));
+        self.model.evictions = (go, false);
+        self.pressed += go;
+        let report = self.broker.evict(&Evict::Blocks { most, tenant: uid.map(Tenant) });
+        assert_eq!(report.blocks, go);
+    }
+
+    /// Runs what has to do with files to its end. What else is ordered meanwhile is the worker's.
+    fn run_store(&mut self, number: u64) -> StoreReport {
+        loop {
+            for job in self.broker.jobs() {
+                match job {
+                    Job::Store(_) | Job::Scrub { .. } => {
+                        let done = job.run(&*self.heap);
+                        self.broker.done(done);
+                    }
+                    other => self.jobs.push_back(other),
+                }
+            }
+            match self.broker.stored(number) {
+                Some(report) => return report,
+                None => assert!(self.broker.is_storing(number), "it has an end"),
+            }
+        }
+    }
+
+    fn save(&mut self) {
+        if self.stored.is_none() {
+            let memory = std::path::Path::new("/dev/shm");
+            let made = if memory.is_dir() { tempfile::tempdir_in(memory) } else { tempfile::tempdir() };
+            self.stored = Some(made.unwrap());
+            self.set_store();
+        }
+        let prefixes = &self.broker.state.prefixes;
+        for chain in prefixes.pins().map(|(chain, _)| *chain) {
+            for digest in prefixes.chain(&chain) {
+                let life = prefixes.get(&digest).map(|b| &self.model.lives[&b]);
+                let name = life.and_then(|l| l.published.clone()).expect("the index names published blocks");
+                self.names.insert(digest, name);
+            }
+        }
+        let number = self.broker.save_prefixes().unwrap();
+        let report = self.run_store(number);
+        self.log.push(format!("saved: {:?}", report.prefixes));
+        for line in &report.prefixes {
+            assert!(matches!(line.outcome, StoreOutcome::Saved | StoreOutcome::Removed), "{line:?}");
+            self.saved += u64::from(line.outcome == StoreOutcome::Saved);
+        }
+        assert!(self.outputs().is_empty());
+        self.compare();
+    }
+
+    /// Loading takes blocks as its tenants' own requests would: which it was is the broker's word, that nothing else has
+    /// changed is not.
+    fn load(&mut self, dice: &mut Dice<'_>) {
+        if self.stored.is_none() {
+            return;
+        }
+        if dice.one_in(2) {
+            // As if they had been lost: then there is something to load.
+            let pins: Vec<Digest> = self.broker.state.prefixes.pins().map(|(chain, _)| *chain).collect();
+            for chain in pins {
+                self.unpin(chain);
+                self.judge_retry(None);
+            }
+            self.evict(u64::MAX, None);
+            self.judge_retry(None);
+        }
+        let number = self.broker.load_prefixes().unwrap();
+        let report = self.run_store(number);
+        self.log.push(format!("loaded: {:?}", report.prefixes));
+        for line in report.prefixes.iter().filter(|l| l.outcome == StoreOutcome::Loaded) {
+            self.loaded += 1;
+            let stem = line.file.file_stem().unwrap().to_str().unwrap();
+            let chain: Digest = Hex::try_from(stem).unwrap().0;
+            let prefixes = &self.broker.state.prefixes;
+            let (_, pin) = prefixes.pins().find(|(c, _)| **c == chain).expect("it is pinned");
+            let mut digests = prefixes.chain(&chain);
+            digests.truncate(pin.blocks as usize);
+            assert_eq!(digests.len(), line.blocks as usize, "all of it is there");
+            for digest in digests {
+                let block = prefixes.get(&digest).unwrap();
+                let (name, whole) = (self.names[&digest].clone(), self.names[&chain].clone());
+                let extent = block.place.extent;
+                if let Some(life) = self.model.lives.get_mut(&block) {
+                    assert_eq!(life.published.as_ref(), Some(&name));
+                    life.pins.insert(whole);
+                    continue;
+                }
+                if !self.model.owned.contains_key(&extent) {
+                    assert!(self.model.clean > 0, "{extent} is new and there was no clean one");
+                    self.model.clean -= 1;
+                    self.model.owned.insert(extent, (name.0, name.1, BTreeSet::new()));
+                }
+                let owner = &self.model.owned[&extent];
+                assert_eq!((owner.0, owner.1), (name.0, name.1), "{extent} is another's");
+                let before = self.model.newest.insert(block.place, (block.generation, 0));
+                assert!(block.generation > before.map_or(0, |b| b.0), "a life is granted twice");
+                let (pins, published) = (BTreeSet::from([whole]), Some(name));
+                self.model.lives.insert(block, Life { sealed: true, pins, published, ..Life::default() });
+                self.seen.push(block);
+            }
         }
         assert!(self.outputs().is_empty());
         self.model.settle();
@@ -1885,6 +2113,10 @@ impl Run {
         }
         if dice.one_in(30) {
             return self.lend(dice);
+        }
+        // A drain is a short one.
+        if dice.one_in(if self.model.draining { 6 } else { 15 }) {
+            return self.operate(dice);
         }
         let kind = dice.roll(68);
         if self.model.clients.len() < 5 && kind == 0 || ready.is_empty() {
@@ -2042,7 +2274,7 @@ fn numbers() -> impl Strategy<Value = Vec<u32>> {
 
 #[test]
 fn the_broker_does_what_a_naive_model_says_at_every_step() {
-    let totals = Mutex::new([0; 12]);
+    let totals = Mutex::new([0; 16]);
     runner(steps() / STEPS_PER_CASE)
         .run(&numbers(), |numbers| {
             let mut dice = Dice(numbers.iter());
@@ -2070,6 +2302,10 @@ fn the_broker_does_what_a_naive_model_says_at_every_step() {
                 run.missed,
                 run.recovered,
                 run.lent,
+                run.pressed,
+                run.drained,
+                run.saved,
+                run.loaded,
             ];
             totals.lock().unwrap().iter_mut().zip(of_run).for_each(|(all, n)| *all += n);
             Ok(())
@@ -2077,7 +2313,7 @@ fn the_broker_does_what_a_naive_model_says_at_every_step() {
         .unwrap();
     // A run in which something never happens proves nothing about it: tens of blocks granted, blocks found as prefixes,
     // blocks evicted, sessions lost, sessions admitted, extents asked back, requests withdrawn, extents quarantined, released, missed,
-    // recovered, lent.
+    // recovered, lent, evicted under pressure or by an operator, requests refused by a drain, prefixes saved and loaded.
     let totals = totals.into_inner().unwrap();
     assert!(totals.iter().all(|n| *n > 30), "{totals:?}");
 }

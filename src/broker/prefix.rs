@@ -7,7 +7,9 @@
 //! - the index names exactly the published blocks that are in use; a block leaves it in the same step in which its
 //!   place becomes free;
 //! - a block is only evicted when nobody holds it and no block that continues it is in the index: of a chain, the end
-//!   goes first, and what an operation builds on is never taken from under it;
+//!   goes first, and what an operation builds on is never taken from under it. Of layers with a sliding window that is
+//!   otherwise: whoever goes on after a prefix reads the last window of it only, so a block needs none of those before it,
+//!   and of a chain goes first what was let go first, which is its start;
 //! - every operation takes logarithmic time, but for a walk up a chain when its last holder of a branch comes or goes.
 
 pub mod chains;
@@ -97,6 +99,8 @@ struct Node {
     last: u64,
     /// Of its bytes as they were when it was sealed, once the worker has read them.
     checksum: Option<u32>,
+    /// Of layers with a window: what continues it does not need it.
+    windowed: bool,
     /// Children that cannot be evicted, by themselves or because of what continues them.
     #[serde(skip)]
     busy: u32,
@@ -104,7 +108,7 @@ struct Node {
 
 impl Node {
     fn is_evictable(&self) -> bool {
-        self.idle && self.busy == 0
+        self.idle && (self.windowed || self.busy == 0)
     }
 }
 
@@ -123,6 +127,8 @@ pub struct Publication {
     pub format: FormatId,
     /// Blocks of lower priority are evicted first.
     pub priority: u8,
+    /// It is of layers with a sliding window: what continues it does not need it.
+    pub windowed: bool,
 }
 
 /// What of a chain is known.
@@ -231,11 +237,23 @@ impl Prefixes {
             return false;
         }
         self.clock += 1;
-        let Publication { name, parent, block, tenant, format, priority } = p;
+        let Publication { name, parent, block, tenant, format, priority, windowed } = p;
         let pins = BTreeSet::new();
         let (last, hits, busy, checksum) = (self.clock, 0, 0, None);
-        let node =
-            Node { block, tenant, format, parent, pins, idle: false, priority, hits, last, checksum, busy };
+        let node = Node {
+            block,
+            tenant,
+            format,
+            parent,
+            pins,
+            idle: false,
+            priority,
+            hits,
+            last,
+            checksum,
+            windowed,
+            busy,
+        };
         self.link(name, node);
         true
     }
@@ -258,7 +276,8 @@ impl Prefixes {
 
     /// The block at `place`, if it is published, is held by somebody.
     pub fn hold(&mut self, place: Place) {
-        if let Some(name) = self.by_place.get(&place).copied() {
+        let Some(name) = self.by_place.get(&place).copied() else { return };
+        if self.is_idle(&name) {
             self.change(&name, |node| node.idle = false);
         }
     }
@@ -324,7 +343,7 @@ impl Prefixes {
     /// Puts a node into the order of eviction if it may be evicted at once.
     fn list(&mut self, name: &Digest) {
         let Some(node) = self.nodes.get(name) else { return };
-        if node.idle && !self.has_children(name) {
+        if node.idle && (node.windowed || !self.has_children(name)) {
             let (key, rank) = ((node.tenant, node.format), self.policy.rank(node));
             self.leaves.entry(key).or_default().insert((rank, *name));
         }
@@ -344,10 +363,21 @@ impl Prefixes {
     /// The block under `name`, counted as a look-up.
     pub fn look_up(&mut self, name: &Digest) -> Option<BlockId> {
         self.queries += 1;
-        let block = self.nodes.get(name)?.block;
+        let node = self.nodes.get_mut(name)?;
         self.hits += 1;
-        self.change(name, |node| node.hits = node.hits.saturating_add(1));
+        let (block, found) = (node.block, node.hits.saturating_add(1));
+        // Only the first find of what is in the order of eviction changes its place there.
+        if node.idle && node.hits == 0 {
+            self.change(name, |node| node.hits = found);
+        } else {
+            node.hits = found;
+        }
         Some(block)
+    }
+
+    /// The look-up that found nothing here has found it elsewhere.
+    pub fn count_found(&mut self) {
+        self.hits += 1;
     }
 
     /// The block under `name`.
@@ -371,6 +401,12 @@ impl Prefixes {
         if let Some(node) = self.nodes.get_mut(name).filter(|n| n.block == block) {
             node.checksum = Some(sum);
         }
+    }
+
+    /// The name of a published block.
+    pub fn name_of(&self, block: BlockId) -> Option<Digest> {
+        let name = *self.by_place.get(&block.place)?;
+        self.nodes.get(&name).filter(|n| n.block == block).map(|_| name)
     }
 
     /// The chains for which a block is pinned.
@@ -481,10 +517,10 @@ impl Prefixes {
         Some(self.evict_leaf(&name))
     }
 
-    /// Evicts the block under `name`, if nobody holds it and nothing continues it.
+    /// Evicts the block under `name`, if nobody holds it and nothing that needs it continues it.
     pub fn evict_end(&mut self, name: &Digest) -> Option<BlockId> {
         let node = self.nodes.get(name)?;
-        (node.idle && !self.has_children(name)).then(|| self.evict_leaf(name))
+        (node.idle && (node.windowed || !self.has_children(name))).then(|| self.evict_leaf(name))
     }
 
     fn evict_leaf(&mut self, name: &Digest) -> BlockId {
@@ -494,11 +530,14 @@ impl Prefixes {
         block
     }
 
-    /// Evicts the block at `place` and all that continues it, ends first. Nothing if somebody holds any of that.
+    /// Evicts the block at `place` and all that continues it and needs it, ends first. Nothing if somebody holds any of that.
     pub fn evict_at(&mut self, place: Place) -> Vec<BlockId> {
         let Some(top) = self.by_place.get(&place).copied() else { return Vec::new() };
         if !self.nodes[&top].is_evictable() {
             return Vec::new();
+        }
+        if self.nodes[&top].windowed {
+            return vec![self.evict_leaf(&top)];
         }
         let mut order = vec![top];
         let mut at = 0;
@@ -579,7 +618,8 @@ mod tests {
         let parent = parent.map(|p| [p; 32]);
         let (tenant, format) = (Tenant(7), FormatId(1));
         let block = block(name.into());
-        index.publish(Publication { name: [name; 32], parent, block, tenant, format, priority: 0 })
+        let (name, priority, windowed) = ([name; 32], 0, false);
+        index.publish(Publication { name, parent, block, tenant, format, priority, windowed })
     }
 
     fn evict(index: &mut Prefixes) -> Option<u32> {
@@ -611,6 +651,38 @@ mod tests {
     }
 
     #[test]
+    fn of_layers_with_a_window_the_start_of_a_chain_goes_first_and_is_whole_again_when_it_comes_again() {
+        let mut index = Prefixes::new(Eviction::Lru);
+        let publication = |name: u8| Publication {
+            name: [name; 32],
+            parent: name.checked_sub(1).filter(|p| *p > 0).map(|p| [p; 32]),
+            block: block(name.into()),
+            tenant: Tenant(7),
+            format: FormatId(1),
+            priority: 0,
+            windowed: true,
+        };
+        for name in 1..=4 {
+            assert!(index.publish(publication(name)));
+        }
+        // As a window slides over it; the last one is still read.
+        (1..=3).for_each(|n| _ = index.let_go(block(n).place));
+        index.check().unwrap();
+        assert_eq!(index.evictable(Tenant(7), FormatId(1)), 3, "what is held needs nothing before it");
+        assert_eq!(evict(&mut index), Some(1));
+        assert_eq!(index.evict_at(block(3).place), [block(3)], "what continues it stays");
+        assert!(index.get(&[4; 32]).is_some());
+        // Computed and published anew, a chain is a chain again.
+        index.publish(publication(1));
+        index.publish(publication(3));
+        index.check().unwrap();
+        assert_eq!(index.chain(&[4; 32]).len(), 4);
+        assert_eq!(index.chains().len(), 1);
+        (1..=4).for_each(|n| _ = index.let_go(block(n).place));
+        assert_eq!([(); 4].map(|()| evict(&mut index)), [Some(1), Some(2), Some(3), Some(4)]);
+    }
+
+    #[test]
     fn a_prompt_that_comes_again_outlives_one_that_never_did_and_plain_lru_does_not_care() {
         for (policy, first) in [(Eviction::Found, 2), (Eviction::Lru, 1)] {
             let mut index = Prefixes::new(policy);
@@ -638,6 +710,7 @@ mod tests {
             tenant: Tenant(7),
             format: FormatId(1),
             priority: 0,
+            windowed: false,
         };
         assert!(index.publish(anew));
         index.let_go(block(9).place);

@@ -1,7 +1,7 @@
 //! The broker's state as one record: versioned, checksummed, rebuilt without a second source.
 //!
 //! Owns nothing. Invariant: a record that is read back gives exactly the state that was written; one that is cut,
-//! changed, or of another version gives an error and nothing else.
+//! changed, of another version, or in contradiction with itself gives an error and nothing else.
 //!
 //! Layout: `KVBSTATE`, version (u32 LE), length of the body (u64 LE), SHA-256 of the body, body (postcard).
 
@@ -36,6 +36,8 @@ pub enum RecordError {
     Decode(#[from] postcard::Error),
     #[error("the state record names {0}, whose buffer is not there")]
     NoBuffer(ExtentId),
+    #[error("the state record contradicts itself: {0}")]
+    Contradiction(String),
 }
 
 impl Broker {
@@ -75,12 +77,16 @@ impl Broker {
         }
         broker.windows = super::window::Windows::recalled(&state.windows);
         broker.state = state;
+        // Before anything is done by it. What follows counts on it.
+        broker.verify_state().map_err(RecordError::Contradiction)?;
         broker.forget_requests();
         broker.forget_loans();
         broker.forget_store_work();
+        broker.retire_copies();
         broker.take_up_quarantine();
         broker.sum_all_later();
         broker.settle();
+        broker.verify().map_err(RecordError::Contradiction)?;
         Ok(broker)
     }
 

@@ -154,6 +154,9 @@ pub struct StatusReport {
     pub windows_held: usize,
     /// Bytes of staging buffers, beside the pool.
     pub staging_bytes: u64,
+    /// Bytes of read-only copies of common prompts, beside the pool.
+    #[serde(default)]
+    pub common_bytes: u64,
     /// What has happened since the start.
     pub counters: Counters,
     /// Something is wrong: the broker grants nothing more.
@@ -284,6 +287,7 @@ impl Broker {
             windows: self.window_counts().0,
             windows_held: self.window_counts().1,
             staging_bytes: self.staging_bytes(),
+            common_bytes: self.common_bytes().0,
             counters: state.counters,
             frozen: self.frozen,
             draining: self.draining,

@@ -6,6 +6,7 @@
 
 use serde::{Deserialize, Serialize};
 
+use super::common::Walk;
 use super::prefix::Digest;
 use crate::id::{BlockId, ClientId, FormatId, Tenant};
 
@@ -38,6 +39,8 @@ pub struct Session {
     pub admitted: u32,
     /// Sealed blocks whose names are not kept: they are dropped, and so is their successor.
     pub names_from: u32,
+    /// Where a look-up goes on in the chains that are common to several tenants.
+    pub walk: Walk,
 }
 
 impl Session {
@@ -48,6 +51,7 @@ impl Session {
 
     /// Blocks from this number on are not sealed.
     pub fn unseal_from(&mut self, number: u32) {
+        self.walk.end_at(number);
         self.names.truncate(number.saturating_sub(self.names_from) as usize);
     }
 

@@ -20,7 +20,7 @@ use super::prefix::{self, Digest, Pin, Publication};
 use super::{Broker, Format, Job};
 use crate::id::{BlockId, ClientId, FormatId, Tenant};
 use crate::size::Size;
-use crate::store::{Entry, Finished, Head, Hex, Listing, Location, Order, Piece, Saved, StoreError};
+use crate::store::{Entry, Finished, Head, Hex, Listing, Location, Order, Saved, Source, StoreError};
 
 /// Whose credit the blocks are that are being filled from a file: the broker's own. Connections are numbered from 1.
 const OWN: ClientId = ClientId(0);
@@ -180,16 +180,16 @@ impl Broker {
         let mut chains = Vec::new();
         for (chain, pin) in pins {
             // A pinned chain is whole in the index: pinning published what was missing of it.
-            let Some((head, pieces)) = self.to_be_saved(&chain, &pin) else { continue };
-            for entry in &head.blocks {
+            let Some(source) = self.to_be_saved(&chain, &pin) else { continue };
+            for entry in &source.head.blocks {
                 self.set_pinned(&entry.name.0, SAVING, true);
             }
-            chains.push((head, pieces));
+            chains.push(source);
         }
         if let Some(Task { work: Work::Save { heads }, .. }) =
             self.store.as_mut().and_then(|s| s.task.as_mut())
         {
-            heads.extend(chains.iter().map(|(head, _)| head.clone()));
+            heads.extend(chains.iter().map(|source| source.head.clone()));
         }
         self.jobs.push_back(Job::Store(Order::Save { to: location, chains, gone }));
         Ok(number)
@@ -218,8 +218,8 @@ impl Broker {
         Ok((number, location))
     }
 
-    /// The head of a pinned chain, and where its bytes are.
-    fn to_be_saved(&self, chain: &Digest, pin: &Pin) -> Option<(Head, Vec<Piece>)> {
+    /// What is to be written of a pinned chain.
+    fn to_be_saved(&self, chain: &Digest, pin: &Pin) -> Option<Source> {
         let prefixes = &self.state.prefixes;
         let mut names = prefixes.chain(chain);
         names.truncate(pin.blocks as usize);
@@ -242,7 +242,9 @@ impl Broker {
             profile,
             blocks: names.iter().map(|n| Entry { name: Hex(*n), sha256: Hex([0; 32]) }).collect(),
         };
-        Some((head, pieces.collect::<Option<_>>()?))
+        let pieces = pieces.collect::<Option<_>>()?;
+        let sums = names.iter().map(|name| prefixes.checksum(prefixes.get(name)?)?).collect();
+        Some(Source { head, pieces, summed: self.state.formats.get(&format)?.cut.slot_bytes, sums })
     }
 
     /// The worker has done something with files.
@@ -269,7 +271,15 @@ impl Broker {
             match result {
                 Ok(Some(bytes)) => (line.outcome, line.bytes) = (StoreOutcome::Saved, bytes),
                 Ok(None) => {}
-                Err(why) => (line.outcome, line.why) = (StoreOutcome::Refused, Some(why.to_string())),
+                Err(why) => {
+                    if let (StoreError::Sealed { block, .. }, Some(head)) = (&why, head) {
+                        let name = head.blocks.get(*block).map(|entry| entry.name.0);
+                        if let Some(block) = name.and_then(|name| self.state.prefixes.get(&name)) {
+                            self.drop_damaged(block);
+                        }
+                    }
+                    (line.outcome, line.why) = (StoreOutcome::Refused, Some(why.to_string()));
+                }
             }
             if let Some(store) = &mut self.store {
                 match line.outcome {
@@ -508,8 +518,11 @@ impl Broker {
                     debug_assert_eq!(held, Ok(()), "it is the broker's credit");
                     self.state.pool.seal(block.place);
                     let (tenant, format, block) = (*tenant, *format, *block);
-                    let publication = Publication { name, parent, block, tenant, format, priority };
-                    self.state.prefixes.publish(publication);
+                    let windowed = self.is_windowed(format);
+                    let publication = Publication { name, parent, block, tenant, format, priority, windowed };
+                    if self.state.prefixes.publish(publication) {
+                        self.sum_later(block);
+                    }
                 }
                 None => {}
             }
@@ -523,7 +536,7 @@ impl Broker {
         let (tenant, model, label) = (*tenant, head.model.0, head.label.clone());
         let (blocks, tokens) = (head.blocks.len() as u32, head.tokens);
         let pin = Pin { tenant, pid: 0, label, blocks, tokens, model };
-        self.state.prefixes.set_pin(chain, Some(pin));
+        self.set_pin(chain, Some(pin));
         Ok(())
     }
 
@@ -569,6 +582,13 @@ impl Broker {
         let Some(store) = &mut self.store else { return };
         let Some(task) = store.task.take() else { return };
         store.finished = Some((task.number, task.report));
+        self.end_waiting_for_copies();
+    }
+
+    /// Look-ups that waited go on, when all is read and what is common to several tenants is copied.
+    pub(super) fn end_waiting_for_copies(&mut self) {
+        let busy = self.common_has_work();
+        let Some(store) = self.store.as_mut().filter(|s| s.task.is_none() && !busy) else { return };
         self.stirred |= store.until.take().is_some();
     }
 
@@ -617,5 +637,112 @@ fn reported(file: PathBuf, head: Option<&Head>, outcome: StoreOutcome) -> Stored
         bytes: head.map_or(0, Head::data_bytes),
         outcome,
         why: None,
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::Arc;
+
+    use super::*;
+    use crate::broker::{Peer, Policy};
+    use crate::heap::Memfd;
+    use crate::profile::Profile;
+    use crate::wire::{self, Verb, Writer};
+
+    /// A broker whose worker is run by hand, and a client of it with an open session.
+    struct World {
+        broker: Broker,
+        client: ClientId,
+        number: u64,
+        now: Instant,
+        session: u64,
+    }
+
+    impl World {
+        fn new(path: &std::path::Path) -> Self {
+            let heap = Arc::new(Memfd::new(false));
+            let mut broker = Broker::new(heap, 128 << 10, 4, 4, Policy::default()).unwrap();
+            let location = Location { path: path.into(), limit: 1 << 20 };
+            broker.set_store(StorePolicy { location, tenants: None, labels: Vec::new() });
+            let client = broker.connect(Peer { uid: 1000, pid: 1 }).unwrap();
+            let now = Instant::now();
+            broker.tick(now);
+            let mut world = World { broker, client, number: 0, now, session: 0 };
+            let (magic, version) = (wire::MAGIC.into(), wire::VERSION.into());
+            world.ask(Verb::Hello, |w| {
+                w.put(&wire::Hello { magic, version, label: wire::label("t") });
+            });
+            let profile = Profile::uniform("small", "f16", 2, 512, 512, 16).unwrap();
+            world.ask(Verb::Profile, |w| wire::put_profile(w, &profile, 0));
+            world.ask(Verb::Open, |w| _ = w.put(&wire::Open { format: 1.into(), ..Default::default() }));
+            world.session = 1;
+            world
+        }
+
+        fn ask(&mut self, verb: Verb, fill: impl FnOnce(&mut Writer)) -> Option<Vec<u8>> {
+            self.number += 1;
+            let mut w = Writer::request(verb, self.number, self.session);
+            fill(&mut w);
+            self.broker.request(self.client, &w.finish());
+            self.answer()
+        }
+
+        /// The body of the answer that is there, if one is.
+        fn answer(&mut self) -> Option<Vec<u8>> {
+            let output = self.broker.outputs().pop_front()?;
+            let (header, body) = wire::split(&output.message).unwrap();
+            assert_eq!(header.fault.get(), 0, "{}", String::from_utf8_lossy(body));
+            Some(body.to_vec())
+        }
+
+        fn look_up(&mut self) -> Option<Vec<u8>> {
+            self.ask(Verb::Attach, |w| {
+                w.put(&wire::Attach { count: 33.into(), more: 0.into() }).put_tokens(&[7; 33]);
+            })
+        }
+
+        fn after(&mut self, time: Duration) {
+            self.now += time;
+            self.broker.tick(self.now);
+            self.broker.verify().unwrap();
+        }
+    }
+
+    #[test]
+    fn a_look_up_waits_two_seconds_for_a_slow_disk_and_no_longer() {
+        let nowhere = tempfile::tempdir().unwrap();
+        let mut w = World::new(&nowhere.path().join("prefixes"));
+        w.broker.load_at_start(w.now);
+        assert_eq!(w.look_up(), None, "it waits");
+        assert_eq!(w.broker.next_wake(), Some(w.now + PATIENCE), "and the loop wakes up when that is over");
+        w.after(PATIENCE - Duration::from_millis(1));
+        assert_eq!(w.answer(), None);
+        w.after(Duration::from_millis(1));
+        let nothing = w.answer().expect("an answer, though nothing has been read");
+        assert_eq!(nothing, [0; 16], "no token, no extent, no block");
+        assert!(w.look_up().is_some(), "those after it do not wait at all");
+        // The disk answers late: nothing is lost by that, and nobody waits again.
+        for job in w.broker.jobs() {
+            let done = job.run(&Memfd::new(false));
+            w.broker.done(done);
+        }
+        assert!(!w.broker.is_storing(1) && w.broker.stored(1).is_some());
+        assert!(w.look_up().is_some());
+        w.broker.verify().unwrap();
+    }
+
+    #[test]
+    fn a_look_up_goes_on_as_soon_as_all_is_read() {
+        let nowhere = tempfile::tempdir().unwrap();
+        let mut w = World::new(&nowhere.path().join("prefixes"));
+        w.broker.load_at_start(w.now);
+        assert_eq!(w.look_up(), None);
+        for job in w.broker.jobs() {
+            let done = job.run(&Memfd::new(false));
+            w.broker.done(done);
+        }
+        assert!(w.answer().is_some());
+        assert_eq!(w.broker.next_wake(), None);
     }
 }

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::prefix::chains::digits;
-use super::{Broker, LedgerReport};
+use super::{Broker, CommonReport, LedgerReport};
 use crate::id::Tenant;
 use crate::pool::Account;
 
@@ -97,6 +97,18 @@ pub struct PrefixesReport {
     pub evictions: u64,
     /// Every chain, by tenant and name.
     pub chains: Vec<ChainReport>,
+    /// Chains of which other tenants may read a copy.
+    #[serde(default)]
+    pub common: Vec<CommonReport>,
+    /// Bytes of these copies, beside the pool.
+    #[serde(default)]
+    pub common_bytes: u64,
+    /// The most that they may have.
+    #[serde(default)]
+    pub common_limit_bytes: u64,
+    /// Blocks of copies that look-ups have found; `hits` counts them too.
+    #[serde(default)]
+    pub common_hits: u64,
 }
 
 impl Broker {
@@ -152,6 +164,10 @@ impl Broker {
             hits: stats.hits,
             evictions: stats.evictions,
             chains: self.chain_reports(),
+            common: self.common_reports(),
+            common_bytes: self.common_bytes().0,
+            common_limit_bytes: self.common_bytes().1,
+            common_hits: self.common_hits(),
         }
     }
 

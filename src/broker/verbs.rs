@@ -81,6 +81,7 @@ impl Broker {
             return Err(Refused::bad(text).numbers(theirs.into(), ours.into()));
         }
         let label = wire::label_text(&hello.label)?;
+        let copies = self.common_places_for(self.client(client).tenant);
         let c = self.state.clients.get_mut(&client).expect("checked by the caller");
         c.label = label;
         c.greeted = true;
@@ -94,7 +95,7 @@ impl Broker {
             extents: self.state.wanted_extents.max(self.state.pool.extents().len() as u32).into(),
             page_bytes: (crate::map::page_bytes() as u32).into(),
             backend: self.heap.backend().code().into(),
-            reserved: 0.into(),
+            copies: copies.into(),
         });
         done(reply)
     }
@@ -181,6 +182,7 @@ impl Broker {
             table: Vec::new(),
             names: Vec::new(),
             names_from: 0,
+            walk: Default::default(),
         };
         let id = self.add_session(session)?;
         let mut reply = Reply { session: id.0, ..Reply::default() };
@@ -244,17 +246,18 @@ impl Broker {
             let text = format!("{id}: {} tokens do not fit a table of {end} blocks", report.tokens);
             return Err(Refused::bad(text));
         }
-        let at = (first - head) as usize;
+        let (at, tenant, format) = ((first - head) as usize, s.tenant, s.format);
         let mut seen = std::collections::BTreeSet::new();
         for (i, block) in blocks.iter().enumerate() {
             let claim = block.id();
             if s.table.get(at + i) == Some(&claim) {
                 continue;
             }
-            if self.state.pool.check_claim(claim)? != Block::Credit(client) || !seen.insert(claim) {
+            let block = self.state.pool.check_claim_of(tenant, claim)?;
+            if block != Block::Credit(client) || !seen.insert(claim) {
                 return Err(crate::pool::ClaimError::NotCredit(claim).into());
             }
-            if self.state.pool.format_of(claim.place) != Some(s.format) {
+            if self.state.pool.format_of(claim.place) != Some(format) {
                 return Err(Refused::bad(format!("{claim} is of another format than {id}")));
             }
         }
@@ -307,7 +310,7 @@ impl Broker {
             format: s.format,
             want: self.undrained(grow.want.get(), grow.least.get(), s.promised)?,
             least: grow.least.get(),
-            has: s.table.len() as u32,
+            has: self.in_pool(s) as u32,
             near: s.table.last().map(|b| b.place),
             promised: s.promised,
             priority: s.priority,
@@ -377,9 +380,10 @@ impl Broker {
         r.end()?;
         one_of("free: reserved", free.reserved, 0)?;
         let mut seen = std::collections::BTreeSet::new();
+        let tenant = self.client(client).tenant;
         for block in blocks {
             let claim = block.id();
-            if self.state.pool.check_claim(claim)? != Block::Credit(client) {
+            if self.state.pool.check_claim_of(tenant, claim)? != Block::Credit(client) {
                 return Err(crate::pool::ClaimError::NotCredit(claim).into());
             }
             if !seen.insert(claim) {
@@ -452,9 +456,15 @@ impl Broker {
             duplicates += u32::from(!self.publish(id, name, parent, block));
             self.session_mut(id).names.push(name);
         }
+        self.session_mut(id).walk.end_at(0);
         let mut reply = Reply::default();
         reply.body.put(&wire::Counted { blocks: blocks.into(), duplicates: duplicates.into() });
         done(reply)
+    }
+
+    /// Whether a format is of layers with a sliding window.
+    pub(super) fn is_windowed(&self, format: FormatId) -> bool {
+        self.state.formats.get(&format).is_some_and(|f| f.profile.groups().iter().any(|g| g.window.is_some()))
     }
 
     /// Publishes a sealed block of a session's table.
@@ -467,8 +477,16 @@ impl Broker {
     ) -> bool {
         let s = &self.state.sessions[&id];
         let (tenant, format, priority) = (s.tenant, s.format, s.priority);
-        let published =
-            self.state.prefixes.publish(Publication { name, parent, block, tenant, format, priority });
+        let windowed = self.is_windowed(format);
+        let published = self.state.prefixes.publish(Publication {
+            name,
+            parent,
+            block,
+            tenant,
+            format,
+            priority,
+            windowed,
+        });
         if published {
             self.sum_later(block);
         }
@@ -482,7 +500,8 @@ impl Broker {
         let mut missing = Vec::new();
         for (i, name) in s.names.iter().enumerate().rev() {
             let Some(block) = s.block(s.names_from + i as u32) else { break };
-            if self.state.prefixes.get(name).is_some() {
+            // A common block has its donor's name.
+            if block.place.extent.is_copy() || self.state.prefixes.get(name).is_some() {
                 break;
             }
             let first = s.names_from == 0 && i == 0;
@@ -524,7 +543,8 @@ impl Broker {
         let (tenant, format, model, chain) = (s.tenant, s.format, s.model, names[names.len() - 1]);
         let (label, pid) = (self.pin_label(client, id), self.client(client).pid);
         if on {
-            let new = names.iter().filter(|n| !self.state.prefixes.is_pinned(n)).count() as u64;
+            let new = names.iter().zip(&own).filter(|(_, b)| !b.place.extent.is_copy());
+            let new = new.filter(|(n, _)| !self.state.prefixes.is_pinned(n)).count() as u64;
             let bytes = new * self.state.formats[&format].cut.slot_bytes;
             let (pinned, most) = (self.state.pool.pinned_bytes(tenant), self.state.tenancy.of(tenant).pinned);
             if pinned.saturating_add(bytes) > most {
@@ -536,18 +556,30 @@ impl Broker {
         }
         let mut changed = 0;
         let mut parent = before;
+        let mut mine = 0;
         for (name, own) in names.iter().zip(own) {
+            if own.place.extent.is_copy() {
+                // It stays as long as its donor pins it.
+                parent = Some(*name);
+                continue;
+            }
+            mine += 1;
             // Whoever published it first may have gone; then this session's block takes the name.
             self.publish(id, *name, parent, own);
             parent = Some(*name);
             changed += u32::from(self.set_pinned(name, chain, on));
         }
-        let blocks = names.len() as u32;
-        let pin = on.then_some(prefix::Pin { tenant, pid, label, blocks, tokens, model });
-        self.state.prefixes.set_pin(chain, pin);
+        let pin = prefix::Pin { tenant, pid, label, blocks: mine, tokens, model };
+        self.set_pin(chain, Some(pin).filter(|_| on && mine > 0));
         let mut reply = Reply::default();
         reply.body.put(&wire::Counted { blocks: changed.into(), duplicates: 0.into() });
         done(reply)
+    }
+
+    /// Notes who pinned a chain, or that nobody does any more.
+    pub(super) fn set_pin(&mut self, chain: prefix::Digest, pin: Option<prefix::Pin>) -> Option<prefix::Pin> {
+        self.common.stirred = true;
+        self.state.prefixes.set_pin(chain, pin)
     }
 
     fn pin_label(&self, client: ClientId, id: SessionId) -> String {
@@ -583,7 +615,7 @@ impl Broker {
     }
 
     pub(super) fn lift_pin(&mut self, chain: &prefix::Digest) -> Option<prefix::Pin> {
-        let pin = self.state.prefixes.set_pin(*chain, None)?;
+        let pin = self.set_pin(*chain, None)?;
         for name in self.state.prefixes.chain(chain) {
             self.set_pinned(&name, *chain, false);
         }
@@ -612,13 +644,17 @@ impl Broker {
             Some(name) => *name,
             None => prefix::root(s.tenant, &s.model, profile),
         };
+        let (tenant, mut walk) = (s.tenant, self.begin_walk(s, profile));
         let tokens: Vec<u32> = tokens.iter().map(|t| t.get()).collect();
         let prompt = whole + tokens.len();
         let (mut found, mut names, mut descriptors) = (Vec::new(), Vec::new(), 0);
         for block_tokens in tokens.chunks_exact(per_block) {
             name = prefix::child(&name, block_tokens);
-            let Some(block) = self.state.prefixes.look_up(&name) else { break };
-            let new = !self.state.pool.is_holder(block.place.extent, client)
+            let mut further = walk.clone();
+            further.step(block_tokens);
+            let own = self.state.prefixes.look_up(&name);
+            let Some(block) = own.or_else(|| self.find_common(tenant, &further)) else { break };
+            let new = !self.holds_descriptor(block.place.extent, client)
                 && !self.fresh_descriptors.contains(&block.place.extent);
             descriptors += usize::from(new);
             if found.len() == MAX_BLOCKS || descriptors > MAX_FDS {
@@ -629,6 +665,7 @@ impl Broker {
             }
             found.push(block);
             names.push(name);
+            walk = further;
         }
         // The last token of a prompt is always computed: its logits are what decoding starts from.
         let mut held = whole + found.len() * per_block;
@@ -636,19 +673,32 @@ impl Broker {
             held -= 1;
             if per_block == 1 && found.pop().is_some() {
                 names.pop();
+                walk = Default::default();
             }
         }
         for block in &found {
             self.share(*block);
-            self.state.pool.add_holder(block.place.extent, client);
+            match block.place.extent {
+                copy if copy.is_copy() => self.state.common.add_holder(copy, client),
+                extent => _ = self.state.pool.add_holder(extent, client),
+            }
         }
         self.fresh_descriptors.retain(|e| found.iter().any(|b| b.place.extent == *e));
         let s = self.session_mut(id);
         s.tokens = held as u64;
         s.table.extend(&found);
         s.names.extend(names);
+        s.walk = walk;
         let blocks = found.into_iter().map(|b| (b, wire::SEALED)).collect();
         done(self.grant_reply(held as u64, blocks))
+    }
+
+    /// Whether the client has an extent's descriptor, and has not been told to close it.
+    fn holds_descriptor(&self, extent: ExtentId, client: ClientId) -> bool {
+        match extent.is_copy() {
+            true => self.state.common.is_holder(extent, client),
+            false => self.state.pool.is_holder(extent, client),
+        }
     }
 
     fn skip(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
@@ -679,13 +729,21 @@ impl Broker {
         };
         let known = if from == 0 { None } else { s.names.last().copied() };
         let mut name = known.unwrap_or_else(|| prefix::root(s.tenant, &s.model, profile));
+        let (tenant, mut walk) = (
+            s.tenant,
+            if from == 0 { self.walk_from_start(s, profile) } else { self.begin_walk(s, profile) },
+        );
         let tokens: Vec<u32> = tokens.iter().map(|t| t.get()).collect();
         let mut present = Vec::with_capacity(count as usize);
         for tokens in tokens.chunks_exact(per_block as usize) {
             name = prefix::child(&name, tokens);
-            present.push(u8::from(self.state.prefixes.get(&name).is_some()));
+            walk.step(tokens);
+            let there =
+                self.state.prefixes.get(&name).is_some() || self.common_block(tenant, &walk).is_some();
+            present.push(u8::from(there));
         }
         let s = self.session_mut(id);
+        s.walk = walk;
         (s.names, s.names_from) = if end == 0 { (Vec::new(), 0) } else { (vec![name], end - 1) };
         if begins {
             s.head = end;
@@ -702,7 +760,11 @@ impl Broker {
         r.end()?;
         one_of("return extent: reserved", back.reserved, 0)?;
         let extent = ExtentId(back.extent.get());
-        if !self.state.pool.may_hold(extent, client) {
+        let may_hold = match extent.is_copy() {
+            true => self.state.common.may_hold(extent, client),
+            false => self.state.pool.may_hold(extent, client),
+        };
+        if !may_hold {
             return Err(Refused::new(Fault::Stale, format!("{extent} is not on this connection")));
         }
         let in_table =
@@ -710,6 +772,10 @@ impl Broker {
         let in_credit = || self.state.pool.credit_of(client).iter().any(|b| b.place.extent == extent);
         if self.client(client).sessions.iter().any(in_table) || in_credit() {
             return Err(Refused::bad(format!("{extent} has blocks of this connection in use")));
+        }
+        if extent.is_copy() {
+            self.state.common.remove_holder(extent, client);
+            return empty();
         }
         let suspects = self.state.pool.suspects_in(extent, Some(client));
         self.free_suspects(client, suspects);

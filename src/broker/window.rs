@@ -476,6 +476,14 @@ impl Broker {
         self.admit_window(id, s.tenant, old)?;
         let at = (first - s.head) as usize;
         let blocks = s.table[at..at + count as usize].to_vec();
+        if let Some(copy) = blocks.iter().position(|b| b.place.extent.is_copy()) {
+            let text = format!(
+                "block {} of {id} is of a prompt that is common to several tenants, in memory that no device is given: make \
+                 these tokens writable first, which copies them",
+                first + copy as u32
+            );
+            return Err(Refused::bad(text));
+        }
         let read_only = ask.flags.get() & wire::WINDOW_READ_ONLY != 0;
         let private = |b: &BlockId| match self.state.pool.slot(b.place).map(|s| s.block) {
             Some(Block::Held { refs, sealed: false, .. }) => refs - self.windows.over(b.place) == 1,

@@ -1,8 +1,8 @@
 //! The address range in which a process sees the pool.
 //!
 //! Owns one reserved range with a place for every extent the client may come to hold, the mappings in it, and the
-//! descriptors behind them. Invariants: a place that is occupied is mapped whole, readable and writable, until
-//! [`Arena::unmap`]; a place that is not gives a fault; nothing is mapped over an occupied place. Offsets of blocks in
+//! descriptors behind them. Invariants: a place that is occupied is mapped, readable, and writable unless it is
+//! a read-only copy, until [`Arena::unmap`]; a place that is not gives a fault; nothing is mapped over an occupied place. Offsets of blocks in
 //! the range are what block tables hold, so one base address serves all of them.
 
 #![allow(unsafe_code)]
@@ -94,8 +94,9 @@ impl Arena {
         ((position as usize * self.extent_bytes + offset) >> crate::attention::PAGE_SHIFT) as u32
     }
 
-    /// Maps an extent, all its pages present, and keeps its descriptor.
-    pub fn map(&self, extent: ExtentId, fd: OwnedFd) -> io::Result<Position> {
+    /// Maps an extent, all its pages present, and keeps its descriptor. One for reading only is as long as its file, and
+    /// at most a place.
+    pub fn map(&self, extent: ExtentId, fd: OwnedFd, writable: bool) -> io::Result<Position> {
         let mut places = self.places();
         if let Some(known) = places.by_id.get(&extent) {
             return Ok(known.position);
@@ -103,10 +104,11 @@ impl Arena {
         let full = || {
             io::Error::new(io::ErrorKind::OutOfMemory, "more extents are mapped than the pool should have")
         };
+        let bytes = if writable { self.extent_bytes } else { self.length(&fd)? };
         let position = places.free.pop().ok_or_else(full)?;
         let at = position as usize * self.extent_bytes;
         // SAFETY: the place is inside the range and free, so the new mapping replaces only the reservation.
-        let mapped = unsafe { map_fixed(self.base().add(at), self.extent_bytes, fd.as_fd(), 0, true) };
+        let mapped = unsafe { map_fixed(self.base().add(at), bytes, fd.as_fd(), 0, writable) };
         if let Err(e) = mapped {
             places.free.push(position);
             return Err(e);
@@ -114,6 +116,13 @@ impl Arena {
         places.by_id.insert(extent, Occupied { position, fd });
         self.ids[position as usize].store(extent.0, Ordering::Release);
         Ok(position)
+    }
+
+    /// Bytes of a read-only copy: what is mapped beyond the end of a file is a fault.
+    fn length(&self, fd: &OwnedFd) -> io::Result<usize> {
+        let bytes = usize::try_from(nix::sys::stat::fstat(fd)?.st_size).unwrap_or(0);
+        let wrong = || io::Error::new(io::ErrorKind::InvalidData, "a read-only copy is no part of an extent");
+        Some(bytes).filter(|b| *b > 0 && *b <= self.extent_bytes).ok_or_else(wrong)
     }
 
     /// Unmaps an extent and closes its descriptor; `None` if it is not mapped.

@@ -2,11 +2,11 @@
 //!
 //! Owns, for one format, one bit per block that the process could hold. Invariants: a bit is set exactly while the
 //! block is credit here; whoever clears a bit owns the block alone; a block's life is written before its bit is set
-//! and does not change while it is.
-
-use std::sync::atomic::{AtomicU64, AtomicUsize, Ordering};
+//! and does not change while it is. `loom/` checks these over every order in which threads can take turns; the test here
+//! has real threads.
 
 use super::arena::Position;
+use super::sync::{AtomicU64, AtomicUsize, Ordering};
 
 /// A block taken from credit.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

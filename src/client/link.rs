@@ -17,7 +17,7 @@ use super::Error;
 use crate::broker::{Broker, Peer};
 use crate::heap::Heap;
 use crate::id::ClientId;
-use crate::seqpacket::SeqPacket;
+use crate::seqpacket::{Received, SeqPacket};
 use crate::wire::{self, Event, Fault, Header, MAX_MESSAGE, Reader, Verb, Writer};
 
 /// A message from the broker, with what came with it.
@@ -277,12 +277,12 @@ impl Link {
                 return Ok(mine.map(|i| mail.remove(i).1));
             }
             Way::Socket { socket, buffer } => {
-                let mut received = socket.recv(buffer);
+                let mut received = read_to_the_end(socket, buffer);
                 if matches!(&received, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock) {
                     if timeout.is_zero() || !wait(socket, PollFlags::POLLIN, timeout) {
                         return Ok(None);
                     }
-                    received = socket.recv(buffer);
+                    received = read_to_the_end(socket, buffer);
                 }
                 received.map(|r| Message::parse(&buffer[..r.bytes], r.fds, r.fds_lost))
             }
@@ -316,6 +316,15 @@ impl Drop for Link {
             inside.settle();
             inside.mail.retain(|(to, _)| to != id);
         }
+    }
+}
+
+/// What the broker said before it hung up. If it did so with a request unread, the kernel reports that first
+/// (ECONNRESET), and once; its last words, such as why it refused the connection, come after that.
+fn read_to_the_end(socket: &SeqPacket, buffer: &mut [u8]) -> std::io::Result<Received> {
+    match socket.recv(buffer) {
+        Err(e) if e.kind() == std::io::ErrorKind::ConnectionReset => socket.recv(buffer),
+        received => received,
     }
 }
 

@@ -35,6 +35,7 @@ mod link;
 mod pager;
 mod session;
 mod staging;
+mod sync;
 mod view;
 
 use std::collections::{BTreeSet, HashMap};
@@ -298,7 +299,7 @@ impl Client {
         };
         // Twice the pool: an extent that the broker has renewed comes under a new name while the old one may still be
         // mapped here.
-        let places = info.extents.saturating_mul(2).saturating_add(2);
+        let places = info.extents.saturating_mul(2).saturating_add(2).saturating_add(welcome.copies.get());
         let arena = Arena::new(places, info.extent_bytes as usize)
             .map_err(|source| Error::Map { what: "the address range of the pool".into(), source })?;
         let shared = Shared {
@@ -592,9 +593,9 @@ impl Shared {
         if grant.alone {
             self.alone.store(true, Ordering::Relaxed);
         }
-        for (&id, fd) in grant.extents.iter().zip(message.fds) {
+        for ((&id, &writable), fd) in grant.extents.iter().zip(&grant.writable).zip(message.fds) {
             let what = || format!("{id} of {} bytes", self.info.extent_bytes);
-            self.arena.map(id, fd).map_err(|source| Error::Map { what: what(), source })?;
+            self.arena.map(id, fd, writable).map_err(|source| Error::Map { what: what(), source })?;
         }
         let spare = |&(BlockId { place, generation }, flags): &(BlockId, u32)| {
             let missing = || Error::Protocol(format!("{} was granted without its descriptor", place.extent));
@@ -698,6 +699,8 @@ impl Shared {
 struct ParsedGrant {
     tokens: u64,
     extents: Vec<ExtentId>,
+    /// Of each extent, whether it may be written.
+    writable: Vec<bool>,
     /// The device imports them only while no credit is in them.
     alone: bool,
     blocks: Vec<(BlockId, u32)>,
@@ -714,6 +717,7 @@ impl ParsedGrant {
         Ok(ParsedGrant {
             tokens: grant.tokens.get(),
             extents: extents.iter().map(|e| ExtentId(e.extent.get())).collect(),
+            writable: extents.iter().map(|e| e.flags.get() & wire::READ_ONLY == 0).collect(),
             alone: extents.iter().any(|e| e.flags.get() & wire::EXTENT_ALONE != 0),
             blocks: blocks.iter().map(|b| (b.block.id(), b.flags.get())).collect(),
         })

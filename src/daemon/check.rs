@@ -9,6 +9,7 @@ use std::path::{Path, PathBuf};
 
 use super::config::{BackendChoice, Config, ConfigError, DeviceAccess, Origins};
 use crate::heap::{Backend, DmaHeap, UDMABUF_DEVICE};
+use crate::id::Tenant;
 use crate::map::page_bytes;
 use crate::packing::{CMA_ALIGNMENT_ORDERS, Extents, PackingError, Placement, block_sizes};
 use crate::size::Size;
@@ -96,6 +97,19 @@ pub(super) fn consistent(config: &Config) -> Result<Extents, ConfigError> {
         );
         return Err(origins.wrong("pool.minimum", value, why));
     }
+    if config.shares_prompts() {
+        if backend(config).0 == Backend::DmaHeap {
+            let why = "memory of a dma-heap cannot be handed out for reading only, and no other tenant may get it \
+                       writable: use a pool of memfd or udmabuf, or let each tenant compute its own prompt";
+            return Err(origins.wrong("prefix.common", "a pool of dma-heap", why.into()));
+        }
+        if config.common_bytes() < extents.bytes {
+            let (value, each) =
+                (Size::from_bytes(config.common_bytes()).exact(), Size::from_bytes(extents.bytes).exact());
+            let why = format!("copies are counted in whole extents, and one is {each}");
+            return Err(origins.wrong("prefix.common-limit", value, why));
+        }
+    }
     for (tenant, limit) in config.tenant_limits() {
         if limit.bytes() < extents.bytes {
             let (key, value) = match tenant {
@@ -108,7 +122,36 @@ pub(super) fn consistent(config: &Config) -> Result<Extents, ConfigError> {
             return Err(origins.wrong(key, value, why));
         }
     }
+    reserves(config, origins, &extents)?;
     Ok(extents)
+}
+
+/// Refuses reserves that could not be kept: together more than the pool, or one beyond its own limit. In extents, since
+/// that is how they are kept.
+fn reserves(config: &Config, origins: &Origins, extents: &Extents) -> Result<(), ConfigError> {
+    let policy = config.policy(extents.bytes, extents.one_block);
+    let mut all = 0;
+    for (uid, reserve) in config.tenant_reserves() {
+        let kept = policy.tenants[&Tenant(uid)];
+        all += u64::from(kept.reserve);
+        if let Some(limit) = kept.limit.filter(|limit| *limit < kept.reserve) {
+            let most = Size::from_bytes(config.limit_of(uid).map_or(u64::MAX, Size::bytes)).exact();
+            let value = format!("uid {uid}, reserve {}, limit {most}", reserve.exact());
+            let each = Size::from_bytes(extents.bytes);
+            let why = format!(
+                "that is {} extents of {each} reserved, and {limit} allowed: a reserve counts as whole extents from \
+                 below, a limit from above",
+                kept.reserve
+            );
+            return Err(origins.wrong("tenant", value, why));
+        }
+    }
+    if all > extents.count {
+        let value = Size::from_bytes(all.saturating_mul(extents.bytes)).exact();
+        let why = format!("the reserves are {all} extents together, and the pool has {}", extents.count);
+        return Err(origins.wrong("tenant", value, why));
+    }
+    Ok(())
 }
 
 /// Refuses what this machine cannot give: memory, groups, directories, heaps.
@@ -130,6 +173,19 @@ pub(super) fn possible_here(config: &Config) -> Result<Outlook, ConfigError> {
         if !matches!(found, Ok(Some(_))) {
             let why = format!("there is no such group: make it (groupadd --system {group}), or name another");
             return Err(origins.wrong("socket.group", group, why));
+        }
+    }
+    // Only whether they are there: that they may be opened is the daemon's to find out, as with heaps.
+    let table = &config.device_table;
+    if let Some(node) = &table.node {
+        let bind = "there is no such device: bind it first (kvbroker-npu-bind prints its node), on a kernel with \
+                    CONFIG_VFIO_DEVICE_CDEV";
+        let need = "there is no such device, and device.node needs one: load the module (modprobe iommufd), on a kernel \
+                    with CONFIG_IOMMUFD";
+        for (key, path, why) in [("device.node", node, bind), ("device.iommu", &table.iommu, need)] {
+            if !path.exists() {
+                return Err(origins.wrong(key, path.display(), why.into()));
+            }
         }
     }
     if let Some(memory) = memory_bytes().filter(|m| *m < config.pool_bytes) {

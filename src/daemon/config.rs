@@ -11,15 +11,19 @@ use thiserror::Error;
 
 use super::check::{self, Outlook};
 use super::pressure;
-use crate::broker::{Eviction, Policy, StorePolicy, TenantPolicy};
+use crate::broker::{CommonRule, Eviction, Policy, StorePolicy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
 use crate::heap::{Backend, DmaHeap};
 use crate::id::Tenant;
 use crate::model::{KvType, ModelShape};
 use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, Extents, PackingError};
 use crate::profile::Profile;
+use crate::quote::shown;
 use crate::size::Size;
 use crate::store::Location;
+
+/// The largest file that is read: the shipped one, with every key and a comment to each, has 5 KiB.
+const MOST_BYTES: u64 = 1 << 20;
 
 /// Why there is no configuration.
 #[derive(Debug, Error)]
@@ -211,6 +215,16 @@ struct CacheTable {
 #[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
 struct PrefixTable {
     store: StoreTable,
+    common: Vec<CommonTable>,
+    common_limit: Option<Size>,
+}
+
+#[derive(Debug, Deserialize)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+struct CommonTable {
+    uid: u32,
+    label: String,
+    tenants: Vec<u32>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -336,12 +350,13 @@ impl Origins {
 
     /// The refusal of a value.
     pub fn wrong(&self, key: &str, value: impl std::fmt::Display, why: String) -> ConfigError {
-        ConfigError::Setting { origin: self.of(key), key: key.into(), value: value.to_string(), why }
+        let value = shown(&value.to_string(), 200);
+        ConfigError::Setting { origin: self.of(key), key: key.into(), value, why: shown(&why, 1000) }
     }
 
     /// The refusal of something that is not one value.
     fn refuse(&self, key: &str, text: String) -> ConfigError {
-        ConfigError::Value { origin: self.of(key), text }
+        ConfigError::Value { origin: self.of(key), text: shown(&text, 1000) }
     }
 }
 
@@ -408,26 +423,39 @@ impl Default for Config {
 
 impl Config {
     /// Reads `path`, if it exists or `must_exist`, and the `*.toml` files of the directory `path` + `.d` in the order of
-    /// their names; later ones win, key by key. Then the command line.
+    /// their names; later ones win, key by key, `[[tenant]]` by uid, `[[profile]]` as a whole. Then the command line.
     pub fn read(path: &Path, must_exist: bool, over: &Overrides) -> Result<Self, ConfigError> {
-        let mut merged = toml::Table::new();
-        let mut origins = Origins::default();
         let mut files = Vec::new();
-        match std::fs::read_to_string(path) {
+        match read_text(path) {
             Ok(text) => files.push((path.to_path_buf(), text)),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound && !must_exist => {}
             Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
         }
         files.extend(drop_ins(path)?);
+        Config::from_files(path, files, over)
+    }
+
+    /// Reads one text as the only configuration file, called `path`, without a command line: what a fuzzer does.
+    pub fn from_text(path: &Path, text: &str) -> Result<Self, ConfigError> {
+        Config::from_files(path, vec![(path.into(), text.into())], &Overrides::default())
+    }
+
+    fn from_files(path: &Path, files: Vec<(PathBuf, String)>, over: &Overrides) -> Result<Self, ConfigError> {
+        let mut merged = toml::Table::new();
+        let mut origins = Origins::default();
         for (path, text) in files {
-            let parse = |message: String| ConfigError::Parse { path: path.clone(), message };
+            let parse =
+                |message: String| ConfigError::Parse { path: path.clone(), message: shown(&message, 1000) };
             // Each file by itself first, so that a mistake is shown where it stands.
             toml::from_str::<File>(&text).map_err(|e| parse(explain(&e, &text)))?;
             let table: toml::Table = text.parse().map_err(|e: toml::de::Error| parse(e.to_string()))?;
             origins.note(&path, &table);
             merge(&mut merged, table);
         }
-        let whole = |e: toml::de::Error| ConfigError::Parse { path: path.into(), message: e.to_string() };
+        let whole = |e: toml::de::Error| {
+            let message = shown(&e.to_string(), 1000);
+            ConfigError::Parse { path: path.into(), message }
+        };
         let file: File = merged.try_into().map_err(whole)?;
         origins.forget(&[
             ("pool.size", over.pool.is_some()),
@@ -449,6 +477,16 @@ impl Config {
     /// What a start on this machine would take; refuses what can be known to fail. Takes no memory.
     pub fn outlook(&self) -> Result<Outlook, ConfigError> {
         check::possible_here(self)
+    }
+
+    /// Whether prompts are common to several tenants.
+    pub(super) fn shares_prompts(&self) -> bool {
+        !self.limits.common.is_empty()
+    }
+
+    /// Bytes that read-only copies of these may have.
+    pub(super) fn common_bytes(&self) -> u64 {
+        self.limits.common_bytes
     }
 
     /// The configured size of the pool.
@@ -496,6 +534,16 @@ impl Config {
     pub(super) fn tenant_limits(&self) -> impl Iterator<Item = (Option<u32>, Size)> + '_ {
         let each = self.tenants.iter().filter_map(|(tenant, t)| Some((Some(tenant.0), t.limit?)));
         self.tenant_limit.map(|limit| (None, limit)).into_iter().chain(each)
+    }
+
+    /// The limit that holds for `uid`, as it is written.
+    pub(super) fn limit_of(&self, uid: u32) -> Option<Size> {
+        self.tenants.get(&Tenant(uid)).and_then(|t| t.limit).or(self.tenant_limit)
+    }
+
+    /// The reserves of tenants as they are written.
+    pub(super) fn tenant_reserves(&self) -> impl Iterator<Item = (u32, Size)> + '_ {
+        self.tenants.iter().filter_map(|(tenant, t)| Some((tenant.0, t.reserve?)))
     }
 
     fn from_file(file: File, over: &Overrides, origins: Origins) -> Result<Self, ConfigError> {
@@ -564,22 +612,10 @@ impl Config {
             let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
             return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
         }
-        let reserves: u64 = file.tenant.iter().filter_map(|t| t.reserve).map(Size::bytes).sum();
-        if reserves > pool_bytes {
-            let (all, pool) = (Size::from_bytes(reserves), Size::from_bytes(pool_bytes));
-            let text = format!("the reserves are {all} together, more than the pool of {pool}");
-            return Err(origins.refuse("tenant", text));
-        }
-        for t in &file.tenant {
-            if let (Some(reserve), Some(limit)) = (t.reserve, t.limit) {
-                if reserve.bytes() > limit.bytes() {
-                    let uid = t.uid;
-                    let text = format!("uid {uid}: a reserve of {reserve} is more than its limit of {limit}");
-                    return Err(origins.refuse("tenant", text));
-                }
-            }
-        }
+        let (common, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
         let limits = Policy {
+            common,
+            common_bytes,
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
             sessions_per_connection: file.limits.sessions_per_connection,
@@ -654,6 +690,34 @@ impl Config {
     }
 }
 
+/// Whose prompts are common to whom, and the bytes that copies may have.
+fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<(Vec<CommonRule>, u64), ConfigError> {
+    let wrong = |value: String, why: &str| Err(origins.wrong("prefix.common", value, why.into()));
+    let mut rules = Vec::new();
+    for c in &t.common {
+        let value = format!("uid {}, label {:?}", c.uid, c.label);
+        if c.label.is_empty() {
+            return wrong(
+                value,
+                "name the prompts: the beginning of the label of their pins (kvbctl status)",
+            );
+        }
+        if c.tenants.is_empty() || c.tenants.contains(&c.uid) {
+            return wrong(value, "tenants names those who may read it beside the one who pins it");
+        }
+        let readers = c.tenants.iter().copied().map(Tenant).collect();
+        rules.push(CommonRule { donor: Tenant(c.uid), label: c.label.clone(), readers });
+    }
+    match (t.common_limit, rules.is_empty()) {
+        (Some(limit), true) => {
+            let why = "there is no [[prefix.common]] that it could limit".into();
+            Err(origins.wrong("prefix.common-limit", limit.exact(), why))
+        }
+        (_, true) => Ok((rules, 0)),
+        (limit, false) => Ok((rules, limit.map_or(pool / 4, Size::bytes))),
+    }
+}
+
 fn store(t: StoreTable, pool: u64, origins: &Origins) -> Result<Option<StorePolicy>, ConfigError> {
     let Some(path) = t.directory else {
         let given = t.tenants.is_some() || !t.labels.is_empty() || t.limit.is_some();
@@ -695,6 +759,23 @@ fn profile(t: &ProfileTable, origins: &Origins) -> Result<Profile, ConfigError> 
         .map_err(|e| value(format!("[[profile]] {name}: {e}")))
 }
 
+/// A file of a configuration's size: a pipe is never waited for, and what has no end is not read to it.
+fn read_text(path: &Path) -> std::io::Result<String> {
+    let wrong = |why: String| std::io::Error::new(std::io::ErrorKind::InvalidInput, why);
+    // Looked at before it is opened: to open a pipe is to wait for who writes it.
+    let meta = std::fs::metadata(path)?;
+    if !meta.is_file() {
+        return Err(wrong("this is no regular file".into()));
+    }
+    if meta.len() > MOST_BYTES {
+        return Err(wrong(format!(
+            "the file has {} bytes, more than the {MOST_BYTES} of any configuration",
+            meta.len()
+        )));
+    }
+    std::fs::read_to_string(path)
+}
+
 fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
     let mut directory = path.as_os_str().to_owned();
     directory.push(".d");
@@ -713,16 +794,36 @@ fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
         }
     }
     paths.sort();
-    paths.into_iter().map(|p| Ok((p.clone(), std::fs::read_to_string(&p).map_err(read(p))?))).collect()
+    paths.into_iter().map(|p| Ok((p.clone(), read_text(&p).map_err(read(p))?))).collect()
 }
 
 fn merge(into: &mut toml::Table, from: toml::Table) {
     for (key, value) in from {
         match (into.get_mut(&key), value) {
             (Some(toml::Value::Table(old)), toml::Value::Table(new)) => merge(old, new),
+            (Some(toml::Value::Array(old)), toml::Value::Array(new)) if key == "tenant" => {
+                merge_tenants(old, new);
+            }
             (_, value) => _ = into.insert(key, value),
         }
     }
+}
+
+/// Tenants of several files stand beside each other, so that a file for one does not undo another's reserve; keys of the
+/// same tenant win as all keys do. One that stands twice in the same file stays there twice, and is refused later.
+fn merge_tenants(into: &mut Vec<toml::Value>, from: Vec<toml::Value>) {
+    let mut earlier = std::mem::take(into);
+    for new in from {
+        let same = earlier.iter().position(|old| old.get("uid") == new.get("uid"));
+        match (same.map(|at| earlier.remove(at)), new) {
+            (Some(toml::Value::Table(mut old)), toml::Value::Table(new)) => {
+                merge(&mut old, new);
+                into.push(toml::Value::Table(old));
+            }
+            (_, new) => into.push(new),
+        }
+    }
+    into.append(&mut earlier);
 }
 
 /// The parser's message, and for a key that nobody knows the nearest one that somebody does.
@@ -778,6 +879,26 @@ mod tests {
     }
 
     #[test]
+    fn reserves_beyond_all_numbers_are_refused_in_words() {
+        let tenant = |uid: u32| format!("[[tenant]]\nuid = {uid}\nreserve = \"16777215T\"\n");
+        let said = read(&(tenant(1) + &tenant(2))).unwrap_err();
+        assert!(said.contains("the reserves are") && said.contains("more than the pool"), "{said}");
+    }
+
+    #[test]
+    fn what_an_error_quotes_of_the_file_is_cut_and_harmless() {
+        for text in [
+            format!("{} = 1", "k".repeat(100_000)),
+            format!("[socket]\nmode = \"{}\"", "0".repeat(100_000)),
+            format!("[[profile]]\nname = \"{}\"", "n".repeat(100_000)),
+            "[[profile]]\nname = \"\\u001b[2J\"\n".into(),
+        ] {
+            let said = read(&text).unwrap_err();
+            assert!(said.len() < 2000 && !said.contains('\u{1b}'), "{said}");
+        }
+    }
+
+    #[test]
     fn the_shipped_file_is_the_defaults_and_names_every_key() {
         let shipped = include_str!("../../systemd/kvbroker.toml");
         // The model of the example is no file that is there: without it, the first [[profile]] goes too.
@@ -821,6 +942,8 @@ mod tests {
             "directory",
             "tenants",
             "labels",
+            "common-limit",
+            "label",
             "model",
             "name",
             "layers",
@@ -890,6 +1013,56 @@ mod tests {
     }
 
     #[test]
+    fn what_is_no_file_of_a_configurations_size_or_nested_without_end_is_refused_by_name() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kvbroker.toml");
+        let drop_in = dir.path().join("kvbroker.toml.d");
+        std::fs::create_dir(&drop_in).unwrap();
+        let read = || Config::read(&path, true, &Overrides::default()).unwrap_err().to_string();
+        nix::unistd::mkfifo(&path, nix::sys::stat::Mode::S_IRWXU).unwrap();
+        assert!(read().ends_with("kvbroker.toml: this is no regular file"), "{}", read());
+        std::fs::remove_file(&path).unwrap();
+        std::fs::write(&path, vec![b'#'; (1 << 20) + 1]).unwrap();
+        assert!(read().contains("the file has 1048577 bytes, more than"), "{}", read());
+        for deep in [format!("a = {}", "[".repeat(200_000)), format!("[{}a]", "a.".repeat(200_000))] {
+            std::fs::write(&path, deep).unwrap();
+            let said = read();
+            assert!(said.contains("kvbroker.toml: line 1"), "{}", &said[..said.len().min(200)]);
+        }
+        std::fs::write(&path, [0xff, 0xfe]).unwrap();
+        assert!(read().contains("UTF-8"), "{}", read());
+        std::fs::write(&path, "").unwrap();
+        std::fs::create_dir(drop_in.join("10-a.toml")).unwrap();
+        assert!(read().ends_with("10-a.toml: this is no regular file"), "{}", read());
+    }
+
+    #[test]
+    fn tenants_of_several_files_stand_beside_each_other_and_profiles_are_those_of_the_last_file() {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join("kvbroker.toml");
+        let drop_in = dir.path().join("kvbroker.toml.d");
+        std::fs::create_dir(&drop_in).unwrap();
+        let profile = |layers: u32| format!("[[profile]]\nlayers = {layers}\nkv-heads = 2\nhead-dim = 64\n");
+        let first = "[[tenant]]\nuid = 7\nreserve = \"6M\"\nlimit = \"60M\"\n";
+        std::fs::write(&path, format!("{first}{}", profile(8))).unwrap();
+        let second = "[[tenant]]\nuid = 8\nreserve = \"9M\"\n[[tenant]]\nuid = 7\nlimit = \"30M\"\n";
+        std::fs::write(drop_in.join("10-a.toml"), format!("{second}{}", profile(4))).unwrap();
+        std::fs::write(drop_in.join("20-b.toml"), "[[tenant]]\nuid = 9\npriority = 5\n").unwrap();
+        let read = || Config::read(&path, true, &Overrides::default()).map_err(|e| e.to_string());
+        let config = read().unwrap();
+        let policy = config.policy(3 << 20, false);
+        let of = |uid: u32| policy.tenants[&Tenant(uid)];
+        assert_eq!((of(7).reserve, of(7).limit), (2, Some(10)));
+        assert_eq!((of(8).reserve, of(8).limit), (3, None));
+        assert_eq!(of(9).priority, 5);
+        assert_eq!(config.profiles.len(), 1);
+        assert_eq!(config.profiles[0].groups()[0].layers.len(), 4);
+        // Twice in one file is a mistake, also where an earlier file has it.
+        std::fs::write(drop_in.join("20-b.toml"), "[[tenant]]\nuid = 7\n[[tenant]]\nuid = 7\n").unwrap();
+        assert!(read().unwrap_err().contains("uid = 7 stands there twice"));
+    }
+
+    #[test]
     fn a_value_that_no_start_could_serve_is_refused_with_its_file_key_and_value() {
         let refused = |text: &str| {
             let e = read(text).and_then(|c| c.consistent().map_err(|e| e.to_string())).unwrap_err();
@@ -922,6 +1095,24 @@ mod tests {
             ("[limits]\ntenant = \"2M\"\n", "limits.tenant = 2M: a tenant owns whole extents, and one is 3M"),
             ("[[tenant]]\nuid = 7\nlimit = \"0B\"\n", "tenant = uid 7, limit 0B"),
             ("[[tenant]]\nuid = 4294967295\nlimit = \"96M\"\n", "no user can have this uid"),
+            ("[pool]\nextent = \"0B\"\n", "pool.extent = 0B: an extent of 0B is not a whole number"),
+            // A reserve is whole extents of 3 MiB, a limit as well: one rounds up, the other down.
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"200M\"\n[[tenant]]\nuid = 8\nreserve = \"55M\"\n",
+                "tenant = 258M: the reserves are 86 extents together, and the pool has 85",
+            ),
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"8388608T\"\n[[tenant]]\nuid = 8\nreserve = \"8388608T\"\n",
+                "the reserves are",
+            ),
+            (
+                "[[tenant]]\nuid = 7\nreserve = \"4M\"\nlimit = \"5M\"\n",
+                "tenant = uid 7, reserve 4M, limit 5M: that is 2 extents of 3 MiB reserved, and 1 allowed",
+            ),
+            (
+                "[limits]\ntenant = \"3M\"\n[[tenant]]\nuid = 7\nreserve = \"6M\"\n",
+                "tenant = uid 7, reserve 6M, limit 3M",
+            ),
             ("[[profile]]\nmodel = \"/nowhere/config.json\"\n", "[[profile]] model: "),
         ] {
             let said = refused(text);

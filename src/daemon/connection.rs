@@ -30,6 +30,8 @@ pub(super) struct Connection {
     /// What epoll tells about.
     pub listening: EpollFlags,
     queue: VecDeque<Output>,
+    /// Descriptors in the last message that had some.
+    sent: usize,
 }
 
 /// What became of an attempt to send.
@@ -39,7 +41,7 @@ pub(super) enum Flushed {
     All,
     /// The client must read first: the socket says when it has.
     Unread,
-    /// The kernel has no room for descriptors in flight just now: to be tried again.
+    /// There is no room for so many descriptors in flight just now: to be tried again.
     Crowded,
     /// That was the last message, or the client has gone.
     End,
@@ -47,7 +49,7 @@ pub(super) enum Flushed {
 
 impl Connection {
     pub fn new(socket: SeqPacket, pidfd: Option<OwnedFd>, uid: u32) -> Self {
-        Connection { socket, pidfd, uid, listening: EpollFlags::EPOLLIN, queue: VecDeque::new() }
+        Connection { socket, pidfd, uid, listening: EpollFlags::EPOLLIN, queue: VecDeque::new(), sent: 0 }
     }
 
     /// Appends a message; `false` when the client has left too many unread.
@@ -61,17 +63,38 @@ impl Connection {
         !self.queue.is_empty()
     }
 
-    /// Sends what can be sent.
-    pub fn flush(&mut self) -> Flushed {
+    /// Descriptors that go with the next message.
+    pub fn next_descriptors(&self) -> usize {
+        self.queue.front().map_or(0, |output| output.buffers.len() + output.descriptors.len())
+    }
+
+    /// Descriptors that have been sent and that the client has not read.
+    pub fn in_flight(&mut self) -> usize {
+        if self.sent > 0 && !has_unread(&self.socket) {
+            self.sent = 0;
+        }
+        self.sent
+    }
+
+    /// Sends what can be sent, and no message with more than `room` descriptors.
+    pub fn flush(&mut self, room: usize) -> Flushed {
         while let Some(output) = self.queue.front() {
             let fds: Vec<BorrowedFd<'_>> = output.buffers.iter().filter_map(|b| b.fd()).collect();
             let fds: Vec<_> = fds.into_iter().chain(output.descriptors.iter().map(|d| d.as_fd())).collect();
             if !fds.is_empty() && has_unread(&self.socket) {
                 return Flushed::Unread;
             }
+            if fds.len() > room {
+                return Flushed::Crowded;
+            }
             match self.socket.send(&output.message, &fds) {
                 Ok(()) if output.last => return Flushed::End,
-                Ok(()) => _ = self.queue.pop_front(),
+                Ok(()) => {
+                    if !fds.is_empty() {
+                        self.sent = fds.len();
+                    }
+                    self.queue.pop_front();
+                }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Flushed::Unread,
                 Err(e)
                     if matches!(

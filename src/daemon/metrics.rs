@@ -135,6 +135,12 @@ fn fill(page: &mut Page, broker: &Broker) -> fmt::Result {
         "1 if the books did not add up: nothing more is granted until a restart.",
         u8::from(status.frozen),
     )?;
+    page.gauge(
+        "common_prompts_bytes",
+        "bytes",
+        "Read-only copies of prompts that several tenants share, beside the pool.",
+        status.common_bytes,
+    )?;
     page.gauge("prefix_blocks", "", "Published blocks.", status.prefix_blocks)?;
     page.gauge("prefix_pinned_blocks", "", "Published blocks that are pinned.", status.prefix_pinned)?;
 

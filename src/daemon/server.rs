@@ -75,6 +75,14 @@ impl Token {
     }
 }
 
+/// A connection that has ended, with descriptors that nobody has read.
+#[derive(Debug)]
+struct Tombstone {
+    uid: u32,
+    socket: SeqPacket,
+    descriptors: usize,
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Server {
@@ -95,7 +103,10 @@ pub(super) struct Server {
     watch: Watch,
     /// Connections that were ended while the client had messages with descriptors unread: those still count against
     /// this process, so they count against the client's uid.
-    tombstones: Vec<(u32, SeqPacket)>,
+    tombstones: Vec<Tombstone>,
+    /// Connections that may have unread descriptors, and the most that this process may have in flight.
+    in_flight: BTreeSet<ClientId>,
+    most_in_flight: usize,
     connections_per_tenant: u32,
     /// When windows that are closed, and that somebody may still hold, are looked at again.
     recheck_at: Option<Instant>,
@@ -143,6 +154,8 @@ impl Server {
             next_operator: 1,
             watch: Watch::new(),
             tombstones: Vec::new(),
+            in_flight: BTreeSet::new(),
+            most_in_flight: most_in_flight(),
             connections_per_tenant,
             recheck_at: None,
             crowded: BTreeSet::new(),
@@ -295,13 +308,19 @@ impl Server {
     fn greet(&mut self, fd: OwnedFd) -> Result<(), Box<dyn std::error::Error>> {
         let peer = getsockopt(&fd, sockopt::PeerCredentials)?;
         let uid = peer.uid();
-        self.tombstones.retain(|(_, socket)| has_unread(socket));
-        let dead = self.tombstones.iter().filter(|(u, _)| *u == uid).count();
+        self.tombstones.retain(|t| has_unread(&t.socket));
+        let dead = self.tombstones.iter().filter(|t| t.uid == uid).count();
         let live = self.connections.values().filter(|c| c.uid == uid).count();
-        if dead > 0 && dead + live >= self.connections_per_tenant as usize {
-            return Err(
-                format!("uid {uid} has left {dead} connections with unread descriptors behind").into()
+        let most = self.connections_per_tenant;
+        if dead > 0 && dead + live >= most as usize {
+            let why = format!(
+                "uid {uid} has left {dead} connections behind with descriptors unread, which count until they are closed \
+                 (limits.connections-per-tenant = {most})"
             );
+            let needed = (dead + live) as u64 + 1;
+            // One message, if the socket takes it: whoever is refused learns why.
+            let _ = SeqPacket::from(fd).send(&refusal(Fault::OverLimit, needed, most.into(), &why), &[]);
+            return Err(why.into());
         }
         let pidfd = match getsockopt(&fd, sockopt::PeerPidfd) {
             Ok(pidfd) => Some(pidfd),
@@ -315,8 +334,8 @@ impl Server {
         let id = match self.broker.connect(Peer { uid, pid: peer.pid() }) {
             Ok(id) => id,
             Err(e) => {
-                // One message, if the socket takes it: whoever is refused learns why.
-                let _ = socket.send(&refusal(&e), &[]);
+                let (fault, needed, available) = numbers(&e);
+                let _ = socket.send(&refusal(fault, needed, available, &e.to_string()), &[]);
                 return Err(e.into());
             }
         };
@@ -398,8 +417,17 @@ impl Server {
 
     /// Sends what can be sent, and waits for the right thing then.
     fn flush(&mut self, id: ClientId) {
+        let Some(connection) = self.connections.get(&id) else { return };
+        let room = match connection.next_descriptors() {
+            0 => usize::MAX,
+            _ => self.room_in_flight(connection.uid),
+        };
         let Some(connection) = self.connections.get_mut(&id) else { return };
-        let flags = match connection.flush() {
+        let flushed = connection.flush(room);
+        if connection.in_flight() > 0 {
+            self.in_flight.insert(id);
+        }
+        let flags = match flushed {
             Flushed::All if self.broker.is_waiting(id) => EpollFlags::empty(),
             Flushed::All => EpollFlags::EPOLLIN,
             // Edge-triggered: the socket is writable all along; what counts is the moment at which the client reads.
@@ -411,6 +439,30 @@ impl Server {
             Flushed::End => return self.end(id),
         };
         self.listen_for(id, flags);
+    }
+
+    /// How many descriptors may be sent to `uid` now. Those in flight are this process's until they are read, so whoever
+    /// does not read could leave nothing for the others: each user may have as many in flight as are left, and so
+    /// there is always something left.
+    fn room_in_flight(&mut self, uid: u32) -> usize {
+        self.tombstones.retain(|t| has_unread(&t.socket));
+        let (mut all, mut own) = (0, 0);
+        let mut count = |of: u32, descriptors: usize| {
+            all += descriptors;
+            own += if of == uid { descriptors } else { 0 };
+        };
+        self.tombstones.iter().for_each(|t| count(t.uid, t.descriptors));
+        self.in_flight.retain(|id| {
+            let Some(connection) = self.connections.get_mut(id) else { return false };
+            let descriptors = connection.in_flight();
+            count(connection.uid, descriptors);
+            descriptors > 0
+        });
+        match all {
+            // One message always goes, whatever the limit.
+            0 => usize::MAX,
+            _ => self.most_in_flight.saturating_sub(all).saturating_sub(own),
+        }
     }
 
     /// Has epoll tell about `flags` of a connection (hang-ups it tells about always), if it does not already. Arming an
@@ -429,7 +481,7 @@ impl Server {
     }
 
     fn end(&mut self, id: ClientId) {
-        let Some(connection) = self.connections.remove(&id) else { return };
+        let Some(mut connection) = self.connections.remove(&id) else { return };
         let _ = self.epoll.delete(&connection);
         if let Some(pidfd) = &connection.pidfd {
             let _ = self.epoll.delete(pidfd);
@@ -438,7 +490,8 @@ impl Server {
         if has_unread(&connection.socket) {
             // The peer may read to the end, and then sees that it is the end.
             connection.socket.shut_down();
-            self.tombstones.push((connection.uid, connection.socket));
+            let (uid, descriptors) = (connection.uid, connection.in_flight());
+            self.tombstones.push(Tombstone { uid, socket: connection.socket, descriptors });
         }
     }
 
@@ -591,24 +644,35 @@ impl Server {
         for output in self.broker.outputs() {
             if let Some(connection) = self.connections.get_mut(&output.to) {
                 connection.queue(output);
-                connection.flush();
+                connection.flush(usize::MAX);
             }
         }
         Ok(())
     }
 }
 
-/// The event `refused`.
-fn refusal(why: &ConnectError) -> Vec<u8> {
-    let (fault, needed, available) = match why {
+/// Whose fault it is that there can be no connection, what would be needed, and what there is.
+fn numbers(why: &ConnectError) -> (Fault, u64, u64) {
+    match why {
         ConnectError::Nobody => (Fault::BadRequest, 0, 0),
         ConnectError::Full(most) => (Fault::OverLimit, u64::from(*most) + 1, (*most).into()),
         ConnectError::TenantFull { count, .. } => (Fault::OverLimit, u64::from(*count) + 1, (*count).into()),
-    };
+    }
+}
+
+/// The event `refused`.
+fn refusal(fault: Fault, needed: u64, available: u64, why: &str) -> Vec<u8> {
     let mut event = Writer::start(wire::EVENT | Event::Refused as u16, fault as u16, 0, 0);
     event.put(&wire::Refusal { needed: needed.into(), available: available.into() });
-    event.put(why.to_string().as_bytes());
+    event.put(why.as_bytes());
     event.finish()
+}
+
+/// Descriptors that the kernel lets this user have in flight: as many as this process may open (unix(7),
+/// ETOOMANYREFS). It counts them by user, and this user is the daemon's own.
+fn most_in_flight() -> usize {
+    use nix::sys::resource::{Resource, getrlimit};
+    getrlimit(Resource::RLIMIT_NOFILE).map_or(usize::MAX, |(soft, _)| soft as usize)
 }
 
 fn as_fd(operator: &Operator) -> std::os::fd::BorrowedFd<'_> {

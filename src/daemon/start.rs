@@ -168,7 +168,8 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let as_count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
     let mut policy = config.policy(extents.bytes, extents.one_block);
     // A udmabuf comes with the memfd that it is made of.
-    let descriptors = if heap.backend() == Backend::Udmabuf { 2 } else { 1 } * extents.count;
+    let descriptors = if heap.backend() == Backend::Udmabuf { 2 } else { 1 } * extents.count
+        + policy.common_bytes / extents.bytes;
     let most = connections_within_open_files(descriptors);
     if policy.connections > most {
         log::warn!(

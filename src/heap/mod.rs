@@ -12,6 +12,7 @@ mod memfd;
 #[cfg_attr(not(feature = "daemon"), allow(dead_code))]
 mod probe;
 mod room;
+mod sealed;
 #[cfg(feature = "daemon")]
 mod udmabuf;
 
@@ -29,6 +30,7 @@ pub use dma::DmaHeap;
 pub use holders::Held;
 pub use memfd::Memfd;
 pub use probe::Proof;
+pub use sealed::ReadOnlyCopy;
 #[cfg(feature = "daemon")]
 pub use udmabuf::{DEVICE as UDMABUF_DEVICE, Limits as UdmabufLimits, Udmabuf};
 

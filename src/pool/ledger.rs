@@ -94,3 +94,26 @@ impl IndexMut<Account> for Ledger {
         &mut self.0[account as usize]
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::super::Pool;
+    use super::*;
+
+    #[test]
+    #[should_panic(expected = "subtract with overflow")]
+    fn a_total_that_would_fall_below_zero_stops_the_process() {
+        let mut ledger = Ledger::default();
+        ledger.transfer(Account::Credit, Account::Free, 1);
+    }
+
+    #[test]
+    fn a_byte_in_the_wrong_account_is_found_by_counting_anew() {
+        let mut pool = Pool::new(4096);
+        pool.add();
+        pool.check().unwrap();
+        pool.ledger.transfer(Account::Free, Account::Lent, 1);
+        let found = pool.check().unwrap_err();
+        assert!(found.starts_with("ledger Ledger([4095, "), "{found}");
+    }
+}

@@ -24,7 +24,7 @@ use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Error)]
 #[allow(missing_docs)]
 pub enum ClaimError {
-    #[error("{0} does not exist: it has been taken back")]
+    #[error("{0} does not exist for this tenant: it has been taken back, or never was its own")]
     NoExtent(ExtentId),
     #[error("{0} does not exist: the extent has fewer places")]
     NoSlot(BlockId),
@@ -80,7 +80,7 @@ type Cold = BTreeMap<Tenant, BTreeSet<(u64, ExtentId)>>;
 
 /// All memory the broker holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(from = "Stored", into = "Stored")]
+#[serde(try_from = "Stored", into = "Stored")]
 pub struct Pool {
     extent_bytes: u64,
     next: u32,
@@ -118,14 +118,41 @@ impl From<Pool> for Stored {
     }
 }
 
-impl From<Stored> for Pool {
-    fn from(s: Stored) -> Self {
+impl TryFrom<Stored> for Pool {
+    type Error = String;
+
+    /// Everything is counted anew; what could not be counted without overflowing is refused before. Whether the rest is
+    /// consistent, [`Pool::check`] says.
+    fn try_from(s: Stored) -> Result<Self, String> {
+        if (s.extents.len() as u64).checked_mul(s.extent_bytes).is_none() {
+            return Err(format!(
+                "{} extents of {} bytes are more than can be counted",
+                s.extents.len(),
+                s.extent_bytes
+            ));
+        }
+        for (id, e) in &s.extents {
+            let Some(o) = e.owned() else { continue };
+            let slots = o.slots.len() as u64;
+            if o.slot_bytes.checked_mul(slots).is_none_or(|bytes| bytes > s.extent_bytes) {
+                return Err(format!(
+                    "{id} of {} bytes has {slots} slots of {}",
+                    s.extent_bytes, o.slot_bytes
+                ));
+            }
+            let counted = u64::from(o.free) + u64::from(o.cached) + u64::from(o.suspect);
+            if counted > slots {
+                return Err(format!(
+                    "{id} counts {counted} places that are free, cached or suspect, of {slots}"
+                ));
+            }
+        }
         let mut pool = Pool::new(s.extent_bytes);
         pool.next = s.next;
         pool.clock = s.clock;
         pool.extents = s.extents;
         pool.index();
-        pool
+        Ok(pool)
     }
 }
 
@@ -222,6 +249,16 @@ impl Pool {
     /// The extents that `client` has the descriptor of.
     pub fn held_by(&self, client: ClientId) -> BTreeSet<ExtentId> {
         self.held.get(&client).cloned().unwrap_or_default()
+    }
+
+    /// [`check_claim`](Self::check_claim) for what a client of `tenant` names: of another tenant's extent it learns no
+    /// more than of one that does not exist, since lives of places would tell what the other one does.
+    pub fn check_claim_of(&self, tenant: Tenant, claim: BlockId) -> Result<Block, ClaimError> {
+        let extent = claim.place.extent;
+        match self.extents.get(&extent).and_then(Extent::owned) {
+            Some(owned) if owned.tenant == tenant => self.check_claim(claim),
+            _ => Err(ClaimError::NoExtent(extent)),
+        }
     }
 
     /// Turns a claim into a block in use, or says what is wrong with it.
@@ -373,6 +410,10 @@ impl Pool {
         let warmth = owned.warmth;
         let slot = &mut owned.slots[place.slot as usize];
         let from = std::mem::replace(&mut slot.block, to);
+        if matches!((from, to), (Block::Held { .. }, Block::Held { .. })) && from.account() == to.account() {
+            // One table more or less: nothing that is counted has changed.
+            return;
+        }
         let (was_free, is_free) = (from == Block::Free, to == Block::Free);
         let key = (owned.tenant, owned.format, owned.home);
         let bytes = owned.slot_bytes;

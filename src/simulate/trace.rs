@@ -12,6 +12,8 @@ use std::io::{self, BufRead, Write};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use crate::quote::shown;
+
 /// Tokens that one id of a published trace stands for.
 pub const TRACE_BLOCK: u32 = 512;
 
@@ -34,7 +36,7 @@ pub struct Request {
 pub enum TraceError {
     #[error("line {line}: {source}")]
     Read { line: u64, source: io::Error },
-    #[error("line {line} is no request: {source}")]
+    #[error("line {line} is no request: {}", shown(&source.to_string(), 300))]
     Json { line: u64, source: serde_json::Error },
     #[error("line {line}: {ids} hash ids for {tokens} tokens, {needed} are needed at {block} tokens each")]
     Ids { line: u64, ids: usize, tokens: u64, needed: u64, block: u32 },

@@ -46,6 +46,10 @@ pub enum StoreError {
         "{path}: it is damaged: the checksum of block {block} does not match; remove it, and save the prefix again"
     )]
     Block { path: PathBuf, block: usize },
+    #[error(
+        "{path}: block {block} is not what was sealed, so it is not saved; the broker drops it: compute the prompt anew"
+    )]
+    Sealed { path: PathBuf, block: usize },
     #[error("{path}: it holds another chain than its name says: somebody has renamed it")]
     Renamed { path: PathBuf },
     #[error("{path}: it was changed while it was read; load it again")]

@@ -14,6 +14,7 @@ use sha2::{Digest as _, Sha256};
 use thiserror::Error;
 
 use crate::profile::Profile;
+use crate::quote::shown;
 
 /// First bytes of a file.
 pub const MAGIC: &[u8; 8] = b"KVBPREFX";
@@ -206,7 +207,8 @@ impl Head {
         if padding.iter().any(|b| *b != 0) {
             return Err(FormatError::Padding);
         }
-        let head: Head = serde_json::from_slice(body).map_err(|e| FormatError::Decode(e.to_string()))?;
+        let head: Head =
+            serde_json::from_slice(body).map_err(|e| FormatError::Decode(shown(&e.to_string(), 300)))?;
         head.consistent()?;
         let said = head.data_bytes().checked_add(data_at as u64);
         let said = said.ok_or(FormatError::Contradiction("more bytes than can be counted"))?;

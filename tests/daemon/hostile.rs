@@ -94,6 +94,7 @@ fn counts_beyond_all_bounds_are_refused_one_by_one() {
     });
     let session = reply.unwrap();
     let session = u64::from_le_bytes(session.body[..8].try_into().unwrap());
+    let before = (daemon.ledger(), daemon.fds());
     for verb in Verb::ALL.iter().copied().filter(|v| *v != Verb::Hello) {
         for words in 0..17 {
             for value in [u32::MAX, 1 << 31, u32::MAX / 16 + 1] {
@@ -109,6 +110,7 @@ fn counts_beyond_all_bounds_are_refused_one_by_one() {
         }
     };
     assert_eq!(raw.ask(Verb::Open, 0, open(u64::MAX)).unwrap().fault, Some(Fault::NeverFits));
+    assert_eq!((daemon.ledger(), daemon.fds()), before);
     daemon.lives();
 }
 
@@ -116,6 +118,7 @@ fn counts_beyond_all_bounds_are_refused_one_by_one() {
 fn garbage_at_line_speed_keeps_nobody_from_being_served() {
     let mut daemon = Daemon::new();
     let socket = daemon.place.socket();
+    let before = (daemon.ledger(), daemon.clients(), daemon.fds());
     let stop = std::sync::atomic::AtomicBool::new(false);
     std::thread::scope(|scope| {
         for seed in 1..3u64 {
@@ -146,12 +149,14 @@ fn garbage_at_line_speed_keeps_nobody_from_being_served() {
         }
         stop.store(true, std::sync::atomic::Ordering::Relaxed);
     });
+    until("all is as it was", || (daemon.ledger(), daemon.clients(), daemon.fds()) == before);
     daemon.lives();
 }
 
 #[test]
 fn a_client_that_never_reads_costs_neither_time_nor_descriptors_nor_the_others() {
     let mut daemon = Daemon::new();
+    let before = (daemon.ledger(), daemon.clients(), daemon.fds());
     let mut deaf = daemon.raw();
     let format = deaf.greet();
     // Eight grants with a descriptor each: one may be on its way, the others wait in the daemon's hands.
@@ -183,14 +188,16 @@ fn a_client_that_never_reads_costs_neither_time_nor_descriptors_nor_the_others()
     flood.hello();
     let nonblocking = nix::fcntl::OFlag::O_NONBLOCK;
     nix::fcntl::fcntl(flood.socket.as_fd(), nix::fcntl::FcntlArg::F_SETFL(nonblocking)).unwrap();
-    let before = daemon.status_line("VmRSS:");
+    let resident = daemon.status_line("VmRSS:");
     let mut sent = 0;
     while sent < 100_000 && flood.send(Verb::Query, 0, |w| _ = w.put(&wire::Query::default())).is_ok() {
         sent += 1;
     }
     assert!(sent < 100_000, "the flood was to stop at a full socket");
-    assert!(daemon.status_line("VmRSS:") < before + (4 << 10), "the queue is bounded");
+    assert!(daemon.status_line("VmRSS:") < resident + (4 << 10), "the queue is bounded");
     assert_eq!(other.reserve(format, 0).unwrap().fault, None);
+    drop((flood, other));
+    until("all is as it was", || (daemon.ledger(), daemon.clients(), daemon.fds()) == before);
     daemon.lives();
 }
 
@@ -209,6 +216,7 @@ fn a_flood_of_connections_at_the_limit_of_open_files_leaves_the_others_alone() {
             })
         };
     });
+    let fds = daemon.fds();
     let mut early = daemon.raw();
     let format = early.greet();
     let flood: Vec<_> = (0..300).filter_map(|_| Raw::connect(&daemon.place.socket()).ok()).collect();
@@ -228,6 +236,7 @@ fn a_flood_of_connections_at_the_limit_of_open_files_leaves_the_others_alone() {
         let mut raw = daemon.raw();
         raw.ask(Verb::Hello, 0, |w| _ = w.put(&hello_body())).is_some_and(|r| r.fault.is_none())
     });
+    until("all descriptors are closed", || daemon.clients() == 0 && daemon.fds() <= fds);
     daemon.lives();
 }
 
@@ -268,6 +277,12 @@ fn operators_that_are_silent_slow_or_confused_keep_no_other_from_an_answer() {
     let fds = daemon.fds();
     let silent: Vec<_> = (0..20).map(|_| UnixStream::connect(&admin).unwrap()).collect();
     assert_eq!(daemon.admin("check")["ok"], true);
+    // A request of which only half has come, and one without its end whose sender hangs up.
+    let mut half = UnixStream::connect(&admin).unwrap();
+    half.write_all(b"stat").unwrap();
+    let mut broken = UnixStream::connect(&admin).unwrap();
+    broken.write_all(b"limits uid=7 limit=").unwrap();
+    drop(broken);
     let mut garbage = UnixStream::connect(&admin).unwrap();
     let _ = garbage.write_all(&[0xff; 100_000]);
     assert!(daemon.admin("nonsense")["error"].as_str().unwrap().contains("nonsense"));
@@ -277,7 +292,11 @@ fn operators_that_are_silent_slow_or_confused_keep_no_other_from_an_answer() {
     let ticks = daemon.ticks();
     std::thread::sleep(Duration::from_millis(300));
     assert!(daemon.ticks() - ticks <= 6, "the daemon spins");
-    drop((silent, garbage, slow));
+    half.write_all(b"us\n").unwrap();
+    let mut answer = String::new();
+    std::io::Read::read_to_string(&mut half, &mut answer).unwrap();
+    assert!(answer.contains("\"ledger\""), "{answer}");
+    drop((silent, half, garbage, slow));
     until("all are gone", || daemon.fds() <= fds);
     daemon.lives();
 }

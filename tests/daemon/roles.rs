@@ -3,10 +3,11 @@
 use std::io::{BufRead, Write};
 use std::time::Duration;
 
-use kvbroker::client::{Client, ClientOptions, ClientProfile, Error, OpenOptions, Session};
+use kvbroker::client::{Client, ClientOptions, ClientProfile, Error, OpenOptions, PlaneView, Session};
 use kvbroker::profile::Kv;
 use kvbroker::wire::{self, Verb, Writer};
 
+use crate::kernel_limits::Crowd;
 use crate::support::{PER_BLOCK, ROLE, ROW, Raw, Reply, profile};
 
 /// A byte that only this token of this writer has.
@@ -24,6 +25,8 @@ struct Role {
     sessions: Vec<Option<Session>>,
     old: Option<*const u8>,
     files: Vec<std::fs::File>,
+    view: Option<PlaneView>,
+    crowd: Crowd,
 }
 
 fn answer(text: &str) {
@@ -50,7 +53,15 @@ fn a_client_process_does_what_it_is_told() {
         ClientOptions { credit_ahead: 0, timeout: Duration::from_secs(20), ..ClientOptions::default() };
     let client = Client::connect_to(socket.as_ref(), options).unwrap();
     let profile = client.profile(&profile()).unwrap();
-    let mut role = Role { client, profile, sessions: Vec::new(), old: None, files: Vec::new() };
+    let mut role = Role {
+        client,
+        profile,
+        sessions: Vec::new(),
+        old: None,
+        files: Vec::new(),
+        view: None,
+        crowd: Crowd::default(),
+    };
     answer("ready");
     for line in std::io::stdin().lock().lines() {
         let line = line.unwrap();
@@ -85,6 +96,14 @@ impl Role {
                 "ok".into()
             }
             "ensure" => verdict(self.session(n[0]).ensure(n[1])),
+            "fork" => match self.session(n[0]).fork() {
+                Ok(twin) => {
+                    self.sessions.push(Some(twin));
+                    "ok".into()
+                }
+                Err(e) => verdict(Err(e)),
+            },
+            "writable" => verdict(self.session(n[0]).writable(n[1]..n[2])),
             "trim" => verdict(self.session(n[0]).trim(n[1])),
             "reserve" => verdict(self.profile.reserve(n[0] as u32)),
             "release" => verdict(self.profile.release_credit()),
@@ -131,6 +150,8 @@ impl Role {
                 verdict(self.session(n[0]).seal(&ids).map(|_| ()))
             }
             "pin" => verdict(self.session(n[0]).pin(n[1]).map(|_| ())),
+            "unpin" => verdict(self.session(n[0]).unpin(n[1]).map(|_| ())),
+            "attack" => write_to_copies(),
             "attach" => {
                 let ids: Vec<u32> = (0..n[1] as u32).collect();
                 match self.session(n[0]).attach(&ids) {
@@ -182,6 +203,23 @@ impl Role {
                     child => child.to_string(),
                 }
             }
+            "walk" => {
+                let socket = std::env::var_os(ROLE).unwrap();
+                crate::deaths::walk(socket.as_ref(), n[0], n[1] == 1)
+            }
+            "view" => match self.session(n[0]).plane(0, Kv::K, n[1], None) {
+                Ok(view) => {
+                    self.view = Some(view);
+                    "ok".into()
+                }
+                Err(e) => verdict(Err(e)),
+            },
+            "view-holds" => self.view_holds(n[0], n[1], n[2] as u8),
+            "crowd" => self.crowd.fill(),
+            "make-room" => {
+                self.crowd = Crowd::default();
+                "ok".into()
+            }
             "exit" => std::process::exit(0),
             "churn" => self.churn(n[0] as u64),
             "files" => {
@@ -200,6 +238,19 @@ impl Role {
             "quiet" => self.quiet(n[0]),
             other => panic!("no order {other}"),
         }
+    }
+
+    /// Whether the view of layer 0's keys shows what [`do_it`](Self::do_it) has filled in.
+    fn view_holds(&self, from: usize, to: usize, who: u8) -> String {
+        let view = self.view.unwrap();
+        for token in from..to {
+            // SAFETY: tokens below the capacity lie inside the view, which lives as long as its session.
+            let seen = unsafe { view.address.add(token * view.row).read_volatile() };
+            if seen != byte(token, 0, Kv::K, who) {
+                return format!("token {token} shows {seen}");
+            }
+        }
+        "ok".into()
     }
 
     /// Everything at once, for ever: to be killed in the middle of it.
@@ -246,6 +297,58 @@ impl Role {
         // SAFETY: as above.
         unsafe { libc::_exit(7) }
     }
+}
+
+/// Tries to write in every read-only copy that this process has a descriptor of, or to get a way to. Says how many there
+/// are, or which way was open.
+fn write_to_copies() -> String {
+    use std::os::fd::AsRawFd;
+    use std::os::unix::fs::FileExt;
+    let mut tried = 0;
+    for entry in std::fs::read_dir("/proc/self/fd").unwrap() {
+        let path = entry.unwrap().path();
+        let what = std::fs::read_link(&path).unwrap_or_default();
+        if !what.to_string_lossy().contains("kvbroker-common") {
+            continue;
+        }
+        tried += 1;
+        let number: i32 = path.file_name().unwrap().to_str().unwrap().parse().unwrap();
+        let len = std::fs::metadata(&path).unwrap().len() as usize;
+        let map = |prot| {
+            // SAFETY: a new mapping at an address of the kernel's choice.
+            unsafe { libc::mmap(std::ptr::null_mut(), len, prot, libc::MAP_SHARED, number, 0) }
+        };
+        if map(libc::PROT_READ | libc::PROT_WRITE) != libc::MAP_FAILED {
+            return "mmap".into();
+        }
+        let readable = map(libc::PROT_READ);
+        assert_ne!(readable, libc::MAP_FAILED);
+        // SAFETY: the mapping was made just now, and nothing refers to it.
+        let (protect, _) = unsafe {
+            (libc::mprotect(readable, len, libc::PROT_READ | libc::PROT_WRITE), libc::munmap(readable, len))
+        };
+        if protect == 0 {
+            return "mprotect".into();
+        }
+        // Whoever may pass by the mode of the file, as root may, meets the seals.
+        if let Ok(file) = std::fs::File::options().read(true).write(true).open(&path) {
+            // SAFETY: as above.
+            let mapped = unsafe {
+                let prot = libc::PROT_READ | libc::PROT_WRITE;
+                libc::mmap(std::ptr::null_mut(), len, prot, libc::MAP_SHARED, file.as_raw_fd(), 0)
+            };
+            if mapped != libc::MAP_FAILED || file.write_at(b"x", 0).is_ok() || file.set_len(0).is_ok() {
+                return "opened again".into();
+            }
+            // SAFETY: geteuid has no preconditions.
+            assert_eq!(unsafe { libc::geteuid() }, 0, "the mode is for its maker alone");
+        }
+        // SAFETY: fchmod takes no memory of ours.
+        if unsafe { libc::geteuid() != 0 && libc::fchmod(number, 0o600) == 0 } {
+            return "fchmod".into();
+        }
+    }
+    tried.to_string()
 }
 
 /// Asks, on a connection of its own, for a prompt of two blocks that begins with token `first`, then computes and

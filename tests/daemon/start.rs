@@ -119,6 +119,14 @@ fn a_check_refuses_what_this_machine_cannot_give() {
         ),
         (socket("group = \"no-such-group\""), "socket.group = no-such-group: there is no such group"),
         (of("size = \"64K\""), "make the pool larger"),
+        (
+            format!("{CONFIG}\n[device]\nnode = \"/nowhere/vfio0\"\n"),
+            "device.node = /nowhere/vfio0: there is no such",
+        ),
+        (
+            format!("{CONFIG}\n[device]\nnode = \"/dev/null\"\niommu = \"/nowhere/iommu\"\n"),
+            "device.iommu = /nowhere/iommu: there is no such",
+        ),
     ] {
         let (code, said, log) = checked(&Place::new(&config));
         assert_eq!((code, said.as_str()), (Some(2), ""), "{config}: {log}");

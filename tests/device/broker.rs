@@ -123,6 +123,10 @@ impl Broker {
         self.ask("status").expect("status")
     }
 
+    pub fn prefixes(&self) -> Value {
+        self.ask("prefixes").expect("prefixes")
+    }
+
     pub fn map(&self) -> Value {
         self.ask("map").expect("map")
     }

@@ -202,6 +202,13 @@ impl Broker {
         assert_eq!(self.status()["frozen"], false);
     }
 
+    /// Has the operator's tool lend memory while a command runs.
+    pub fn hold(&self, size: &str, command: &[&str]) -> Child {
+        let mut kvbctl = Command::new("kvbctl");
+        kvbctl.args(["hold", size, "--socket"]).arg(self.place.path("admin.sock")).arg("--").args(command);
+        kvbctl.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("kvbctl")
+    }
+
     /// Open descriptors of the daemon.
     pub fn fds(&self) -> usize {
         fs::read_dir(format!("/proc/{}/fd", self.child.id())).expect("fds").count()

@@ -12,6 +12,8 @@ use std::os::unix::fs::PermissionsExt;
 use std::os::unix::process::CommandExt;
 use std::path::Path;
 
+use kvbroker::client::{Client, ClientOptions, OpenOptions, Session};
+use kvbroker::profile::{Kv, Profile};
 use kvbroker::wire::Fault;
 use nix::errno::Errno;
 use nix::fcntl::SealFlag;
@@ -22,7 +24,7 @@ use nix::sys::socket::{
 use nix::unistd::pipe;
 
 use crate::broker::{Broker, Connection, Place, apply_udev_rules};
-use crate::daemon::until;
+use crate::daemon::{check_kv, until, write_kv};
 use crate::support::{
     ALICE, BOB, CMA_HEAP, EXTENT, Heap, Map, Peer, SYSTEM_HEAP, as_user, broker_seals, cma_used, holders,
     memfd, seal, udmabuf,
@@ -432,6 +434,128 @@ fn a_tenant_cannot_add_a_seal_that_would_keep_its_extent_from_being_emptied() {
     });
     until("it is back", || broker.account("free") == (EXTENTS * EXTENT) as u64);
     broker.stop();
+}
+
+/// Tokens of a common prompt: as many blocks as one extent has.
+const COMMON: usize = PER_EXTENT as usize * 16;
+
+/// What Alice pins as "engine" is common to Bob.
+fn common_rule() -> String {
+    format!("[[prefix.common]]\nuid = {}\nlabel = \"engine\"\ntenants = [{}]", ALICE.uid, BOB.uid)
+}
+
+/// A session of the library's, in a client that calls itself "engine".
+fn engine(socket: &Path) -> Session {
+    let options = ClientOptions { label: "engine".into(), credit_ahead: 0, ..ClientOptions::default() };
+    let client = Client::connect_to(socket, options).expect("connect");
+    let profile = client.profile(&Profile::reference()).expect("profile");
+    client.open(&profile, OpenOptions { model: "m".into(), ..OpenOptions::default() }).expect("open")
+}
+
+fn common_ids() -> Vec<u32> {
+    (0..=COMMON as u32).collect()
+}
+
+/// This process's descriptors of read-only copies.
+fn copies() -> Vec<std::path::PathBuf> {
+    let all = fs::read_dir("/proc/self/fd").expect("fds").map(|e| e.expect("entry").path());
+    let is_copy = |path: &std::path::PathBuf| {
+        fs::read_link(path).is_ok_and(|what| what.to_string_lossy().contains("kvbroker-common"))
+    };
+    all.filter(is_copy).collect()
+}
+
+/// The four ways to write in memory that one was given for reading.
+fn attack(copy: &Path) {
+    let fd = File::open(copy).map(OwnedFd::from);
+    assert_eq!(fd.expect_err("opened again for reading").raw_os_error(), Some(libc::EACCES), "mode 0400");
+    let again = OpenOptions::new().read(true).write(true).open(copy);
+    assert_eq!(again.expect_err("opened again for writing").raw_os_error(), Some(libc::EACCES));
+    let number: i32 =
+        copy.file_name().and_then(|n| n.to_str()).and_then(|n| n.parse().ok()).expect("a number");
+    // SAFETY: it is this process's, stays open meanwhile, and is not closed through this.
+    let fd = unsafe { BorrowedFd::borrow_raw(number) };
+    let map = |prot| {
+        // SAFETY: a new mapping at an address of the kernel's choice.
+        unsafe { libc::mmap(std::ptr::null_mut(), EXTENT, prot, libc::MAP_SHARED, fd.as_raw_fd(), 0) }
+    };
+    assert_eq!(map(libc::PROT_READ | libc::PROT_WRITE), libc::MAP_FAILED, "mapped for writing");
+    let readable = map(libc::PROT_READ);
+    assert_ne!(readable, libc::MAP_FAILED, "{}", Errno::last());
+    // SAFETY: the mapping was made just now, and nothing refers to it.
+    unsafe {
+        assert_eq!(libc::mprotect(readable, EXTENT, libc::PROT_READ | libc::PROT_WRITE), -1, "mprotect");
+        libc::munmap(readable, EXTENT);
+    }
+    assert_eq!(udmabuf(fd, &[(0, EXTENT)]).expect_err("a udmabuf of it"), Errno::EINVAL);
+    // The same of an extent of the caller's own: so the refusal is the seal's doing.
+    udmabuf(memfd(EXTENT, broker_seals()).as_fd(), &[(0, EXTENT)]).expect("a udmabuf of a writable memfd");
+}
+
+fn common_prompt(backend: Backend) {
+    let broker = Place::new(&format!("{}\n{}", backend.pool(), common_rule())).start();
+    let_everybody_import();
+    let socket = broker.socket();
+    let mut donor = Peer::start(ALICE, |turns| {
+        let mut session = engine(&socket);
+        session.ensure(COMMON).expect("blocks");
+        write_kv(&mut session, 0..COMMON, 1);
+        assert_eq!(session.seal(&common_ids()[..COMMON]).expect("seal"), COMMON);
+        session.pin(COMMON).expect("pin");
+        turns.yield_to_test();
+        // Its own mapping stays writable, and is of other memory.
+        for token in 0..COMMON {
+            let row = session.row_mut(token, 0, Kv::K);
+            // SAFETY: the row is mapped writable for as long as the session lives.
+            unsafe { row.write_volatile(!row.read_volatile()) };
+        }
+        turns.yield_to_test();
+    });
+    donor.wait_for_yield();
+    until("it is copied", || broker.prefixes()["common"][0]["state"] == "shared");
+    let mut reader = Peer::start(BOB, |turns| {
+        let mut session = engine(&socket);
+        assert_eq!(session.attach(&common_ids()).expect("attach"), COMMON);
+        check_kv(&session, 0..COMMON, 1);
+        let copies = copies();
+        assert_eq!(copies.len(), 1);
+        copies.iter().for_each(|copy| attack(copy));
+        turns.yield_to_test();
+        check_kv(&session, 0..COMMON, 1);
+        session.writable(0..20).expect("a copy of its own");
+        write_kv(&mut session, 0..20, 2);
+        check_kv(&session, 20..COMMON, 1);
+    });
+    reader.wait_for_yield();
+    donor.resume();
+    donor.wait_for_yield();
+    reader.resume();
+    reader.finish();
+    donor.resume();
+    donor.finish();
+    as_user(crate::support::User { uid: 1003, gid: 1003, groups: BOB.groups }, || {
+        assert_eq!(engine(&socket).attach(&common_ids()).expect("attach"), 0, "nobody has named this one");
+    });
+    broker.stop();
+}
+
+#[test]
+fn a_common_prompt_of_a_memfd_pool_can_be_written_by_none_of_its_readers() {
+    common_prompt(Backend::Memfd);
+}
+
+#[test]
+fn a_common_prompt_of_a_udmabuf_pool_can_be_written_by_none_of_its_readers() {
+    common_prompt(Backend::Udmabuf);
+}
+
+#[test]
+fn a_dma_heap_pool_cannot_be_read_only_and_refuses_to_make_a_prompt_common() {
+    for backend in [Backend::Cma, Backend::System] {
+        let (code, log) = Place::new(&format!("{}\n{}", backend.pool(), common_rule())).fails();
+        assert_eq!(code, Some(2), "{log}");
+        assert!(log.contains("cannot be handed out for reading only"), "{log}");
+    }
 }
 
 #[test]

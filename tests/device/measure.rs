@@ -6,13 +6,13 @@
 
 use std::fs;
 use std::os::fd::AsFd;
-use std::os::unix::fs::PermissionsExt;
+use std::os::unix::fs::{PermissionsExt, chown};
 use std::os::unix::net::UnixDatagram;
 use std::os::unix::process::CommandExt;
 use std::process::{Command, Stdio};
 use std::time::{Duration, Instant};
 
-use kvbroker::heap::{DmaHeap, Heap, Memfd};
+use kvbroker::heap::{DmaHeap, Heap, Memfd, Udmabuf};
 
 use crate::daemon::HeapRule;
 use crate::support::{AREA, CMA_HEAP, DAEMON, EXTENT, MIB, Map, SYSTEM_HEAP};
@@ -42,6 +42,7 @@ fn heaps() -> Vec<(&'static str, Box<dyn Heap>)> {
     vec![
         ("cma", Box::new(node(CMA_HEAP))),
         ("system", Box::new(node(SYSTEM_HEAP))),
+        ("udmabuf", Box::new(Udmabuf::open("/dev/udmabuf".as_ref()).expect("udmabuf"))),
         ("memfd", Box::new(Memfd::new(false))),
     ]
 }
@@ -72,6 +73,9 @@ fn start_to_ready(pool: &str) -> Duration {
 #[test]
 fn taking_the_pool_and_being_ready() {
     let _rule = HeapRule::apply();
+    // As the distribution's rule has it: the device's group, of which the daemon is one.
+    chown("/dev/udmabuf", None, Some(DAEMON.gid)).expect("chown");
+    fs::set_permissions("/dev/udmabuf", fs::Permissions::from_mode(0o660)).expect("chmod");
     let exec = median(|| {
         let start = Instant::now();
         let status = Command::new("kvbrokerd").arg("--version").stdout(Stdio::null()).status();
@@ -93,7 +97,7 @@ fn taking_the_pool_and_being_ready() {
         figure(&format!("memory/take-{name}"), take * 1e3, "ms", &note);
         figure(&format!("memory/extents-per-second-{name}"), EXTENTS as f64 / take, "1/s", &note);
         let pool = match name {
-            "memfd" => format!("backend = \"memfd\"\n{size}"),
+            "memfd" | "udmabuf" => format!("backend = \"{name}\"\n{size}"),
             "system" => format!("backend = \"dma-heap\"\nheap = \"{SYSTEM_HEAP}\"\n{size}"),
             _ => format!("backend = \"dma-heap\"\nheap = \"{CMA_HEAP}\"\n{size}"),
         };
@@ -124,7 +128,7 @@ fn moving_an_extent_to_another_tenant() {
             buffer = Some(heap.allocate(bytes).expect("extent"));
             start.elapsed()
         });
-        let what = if name == "memfd" { "punch-and-create" } else { "destroy-and-allocate" };
+        let what = if matches!(name, "memfd" | "udmabuf") { "punch-and-create" } else { "destroy-and-allocate" };
         figure(&format!("memory/move-{what}-{name}"), anew * 1e6, "us", "one extent of 3 MiB");
         let buffer = buffer.expect("buffer");
         let scrub = median(|| {

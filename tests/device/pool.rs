@@ -6,6 +6,8 @@ use std::os::fd::{AsFd, OwnedFd};
 use kvbroker::client::{Client, Error, OpenOptions, Session};
 use kvbroker::profile::Profile;
 use nix::errno::Errno;
+use nix::sys::signal::{Signal, kill};
+use nix::unistd::Pid;
 
 use crate::daemon::{Broker, HeapRule, Place, check_kv, until, write_kv};
 use crate::support::{
@@ -48,6 +50,25 @@ fn a_pool_of_256_mebibytes_is_85_extents_of_8_blocks_and_goes_back_whole() {
     assert_eq!(cma_used() - before, broker.pool("extents") as usize * EXTENT, "the area lost as much");
     broker.stop();
     assert_eq!(cma_used(), before);
+}
+
+#[test]
+fn the_area_has_what_is_held_while_a_command_runs_and_the_pool_has_it_after() {
+    let _rule = HeapRule::apply();
+    let broker = Broker::on_cma("");
+    let (whole, fds) = (cma_used(), broker.fds());
+    for how in [Signal::SIGTERM, Signal::SIGKILL] {
+        let mut kvbctl = broker.hold("96M", &["sleep", "1000"]);
+        until("the hold is in force", || broker.account("lent") == 96 * MIB as u64);
+        assert_eq!(whole - cma_used(), 96 * MIB, "to the page");
+        // Somebody else's driver gets it meanwhile.
+        drop(eat(96 * MIB));
+        kill(Pid::from_raw(kvbctl.id() as i32), how).expect("kill");
+        kvbctl.wait().expect("wait");
+        until("the pool has all that it had", || broker.account("lent") == 0 && cma_used() == whole);
+        broker.is_sound();
+    }
+    until("no descriptor is left", || broker.fds() == fds);
 }
 
 #[test]

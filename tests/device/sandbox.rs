@@ -70,6 +70,38 @@ fn the_daemon_writes_its_state_and_nothing_else() {
 }
 
 #[test]
+fn stored_prompts_are_written_and_read_through_io_uring_and_not_only_plainly() {
+    // What the store does at a start: the kernel has it, and the filter lets it. Where either says no, the store goes on
+    // by plain calls; in this unit that would be a mistake.
+    let mut ring = io_uring::IoUring::new(8).expect("io_uring_setup");
+    let state = env::var("STATE_DIRECTORY").expect("STATE_DIRECTORY");
+    let path = Path::new(&state).join("ring");
+    let file =
+        OpenOptions::new().read(true).write(true).create(true).truncate(true).open(&path).expect("open");
+    let (bytes, mut back) = ([7u8; 4096], [0u8; 4096]);
+    let fd = io_uring::types::Fd(std::os::fd::AsRawFd::as_raw_fd(&file));
+    let write = io_uring::opcode::Write::new(fd, bytes.as_ptr(), 4096).build();
+    let read = io_uring::opcode::Read::new(fd, back.as_mut_ptr(), 4096).build();
+    for entry in [write, read] {
+        // SAFETY: both buffers and the file outlive the call, which waits for the operation's end.
+        unsafe { ring.submission().push(&entry) }.expect("there is room");
+        ring.submit_and_wait(1).expect("io_uring_enter");
+        assert_eq!(ring.completion().next().expect("it is done").result(), 4096);
+    }
+    assert_eq!(back, bytes);
+    fs::remove_file(path).expect("remove");
+}
+
+#[test]
+fn the_directory_of_stored_prompts_can_be_made_where_the_configuration_says() {
+    let state = env::var("STATE_DIRECTORY").expect("STATE_DIRECTORY");
+    let directory = Path::new(&state).join("prefixes");
+    let store = kvbroker::store::Directory::open(&directory, 1 << 20, true).expect("prefix.store.directory");
+    assert!(store.list().expect("list").is_empty());
+    fs::remove_dir(directory).expect("remove");
+}
+
+#[test]
 fn the_daemon_has_no_capability_no_network_and_no_other_device() {
     let status = fs::read_to_string("/proc/self/status").expect("status");
     for name in ["CapInh", "CapPrm", "CapEff", "CapBnd", "CapAmb"] {

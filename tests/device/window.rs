@@ -129,6 +129,13 @@ pub fn pins() -> (i64, i64) {
     (value("nr_foll_pin_acquired "), value("nr_foll_pin_released "))
 }
 
+/// Linux up to 6.10 holds a udmabuf's pages by references, which no counter shows; newer ones pin them.
+fn udmabuf_pins() -> bool {
+    let release = fs::read_to_string("/proc/sys/kernel/osrelease").expect("osrelease");
+    let mut numbers = release.split(['.', '-']).map(|n| n.parse::<u32>().expect("a kernel's number"));
+    (numbers.next(), numbers.next()) >= (Some(6), Some(11))
+}
+
 fn descriptors() -> usize {
     fs::read_dir("/proc/self/fd").expect("fds").count()
 }
@@ -149,11 +156,10 @@ fn a_udmabuf_window_shows_scattered_blocks_in_token_order_and_grows_seldom() {
         assert_eq!(window.how(), How::Udmabuf);
         assert_eq!(window.declined().len(), 1, "{:?}", window.declined());
         let whole = s.window(0..128, What::Blocks, None).expect("whole blocks");
-        assert_eq!(
-            pinned() - pins,
-            ((8 * 8192 + 8 * BLOCK) / 4096) as i64,
-            "exactly what is shown is pinned"
-        );
+        if udmabuf_pins() {
+            let shown = ((8 * 8192 + 8 * BLOCK) / 4096) as i64;
+            assert_eq!(pinned() - pins, shown, "exactly what is shown is pinned");
+        }
         for token in 129..=256 {
             write(&mut s, token - 1..token);
             s.extend_window(&mut window, token).expect("growth");

@@ -35,10 +35,10 @@ struct Args {
     #[arg(long)]
     prompt: Option<String>,
     /// The longest answer, in tokens
-    #[arg(long, default_value_t = 256)]
+    #[arg(long, default_value_t = 256, value_parser = at_least_one)]
     max_tokens: usize,
     /// 0 takes the most probable token always
-    #[arg(long, default_value_t = 0.0)]
+    #[arg(long, default_value_t = 0.0, value_parser = temperature)]
     temperature: f32,
     /// Where the choice of tokens starts, for a temperature above 0
     #[arg(long, default_value_t = 0)]
@@ -49,8 +49,8 @@ struct Args {
     /// How weights are held in memory
     #[arg(long, value_enum, default_value_t = Weights::File)]
     weights: Weights,
-    /// Worker threads [default: one per core]
-    #[arg(long)]
+    /// Worker threads, up to 1024 [default: one per core]
+    #[arg(long, value_parser = threads)]
     threads: Option<usize>,
     /// The longest sequence, prompt and answer, in tokens; the broker is asked whether so much can ever fit
     #[arg(long, default_value_t = 2048)]
@@ -85,6 +85,33 @@ enum Weights {
     Q8_0,
 }
 
+/// More threads than this no machine has cores for, and each one that is started costs memory and time.
+const MOST_THREADS: usize = 1024;
+
+fn at_least_one(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(0) => Err("it must be at least 1".into()),
+        Ok(n) => Ok(n),
+        Err(e) => Err(format!("{e}")),
+    }
+}
+
+fn threads(text: &str) -> Result<usize, String> {
+    match at_least_one(text)? {
+        n if n > MOST_THREADS => Err(format!("it must be at most {MOST_THREADS}")),
+        n => Ok(n),
+    }
+}
+
+fn temperature(text: &str) -> Result<f32, String> {
+    match text.parse::<f32>() {
+        // NaN is neither: with it, no token would be more probable than another.
+        Ok(t) if t.is_finite() && t >= 0.0 => Ok(t),
+        Ok(_) => Err("it must be 0 or a number above it".into()),
+        Err(e) => Err(format!("{e}")),
+    }
+}
+
 fn main() -> ExitCode {
     let args = Args::parse();
     match run(&args) {
@@ -112,9 +139,6 @@ fn told_once(error: &anyhow::Error) -> String {
 }
 
 fn run(args: &Args) -> Result<()> {
-    if args.threads == Some(0) || args.max_tokens == 0 {
-        bail!("--threads and --max-tokens must be at least 1");
-    }
     if let Some(threads) = args.threads {
         rayon::ThreadPoolBuilder::new().num_threads(threads).build_global()?;
     }

@@ -92,3 +92,20 @@ fn a_file_that_is_no_model_is_refused_by_name() {
     assert_eq!(out.status.code(), Some(1));
     assert!(text(&out.stderr).contains("is no model that this engine can load"), "{out:?}");
 }
+
+#[test]
+fn numbers_that_make_no_sense_are_wrong_arguments_at_once() {
+    for (option, value, words) in [
+        ("--threads", "100000", "at most 1024"),
+        ("--threads", "0", "at least 1"),
+        ("--max-tokens", "0", "at least 1"),
+        ("--temperature", "NaN", "0 or a number above it"),
+        ("--temperature", "-1", "0 or a number above it"),
+        ("--temperature", "inf", "0 or a number above it"),
+        ("--temperature", "warm", "invalid float"),
+    ] {
+        let out = infer(&["--prompt", "Hi", &format!("{option}={value}")]);
+        assert_eq!(out.status.code(), Some(2), "{option} {value}: {out:?}");
+        assert!(out.stdout.is_empty() && text(&out.stderr).contains(words), "{option} {value}: {out:?}");
+    }
+}

@@ -420,6 +420,13 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
         n => format!("{} of {n} blocks looked up were found", s.prefix_hits),
     };
     writeln!(out, "prefixes  {} blocks, {} pinned; {hits}", s.prefix_blocks, s.prefix_pinned)?;
+    if s.common_bytes > 0 {
+        writeln!(
+            out,
+            "common    {} of read-only copies beside the pool (kvbctl prefixes)",
+            mib(s.common_bytes)
+        )?;
+    }
     if s.windows + s.windows_held > 0 || s.staging_bytes > 0 {
         let (held, staging) = (s.windows_held, mib(s.staging_bytes));
         writeln!(out, "windows   {}, {held} closed and still held; {staging} of staging buffers", s.windows)?;

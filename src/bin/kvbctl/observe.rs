@@ -76,6 +76,7 @@ pub fn prefixes(ask: &Ask, out: &mut impl Write) -> Result<(), Failure> {
             ]);
         }
         table(out, &rows, &[0, 2, 11])?;
+        print_common(&report, out)?;
         writeln!(
             out,
             "{} blocks; {} cached, {} pinned; {} of {} blocks looked up were found; {} evicted so far",
@@ -87,6 +88,36 @@ pub fn prefixes(ask: &Ask, out: &mut impl Write) -> Result<(), Failure> {
             report.evictions
         )
     })
+}
+
+/// Prints what tenants have in common, if anything.
+fn print_common(report: &PrefixesReport, out: &mut dyn Write) -> io::Result<()> {
+    if report.common_limit_bytes == 0 && report.common.is_empty() {
+        return Ok(());
+    }
+    let names = ["common", "of uid", "label", "read by", "blocks", "memory", "clients", "state"];
+    let mut rows = vec![names.map(String::from)];
+    for c in &report.common {
+        rows.push([
+            c.chain.clone(),
+            c.uid.to_string(),
+            c.label.clone(),
+            c.readers.iter().map(u32::to_string).collect::<Vec<_>>().join(","),
+            c.blocks.to_string(),
+            mib(c.bytes),
+            c.connections.to_string(),
+            c.why.as_ref().map_or_else(|| c.state.clone(), |why| format!("{}: {why}", c.state)),
+        ]);
+    }
+    writeln!(out)?;
+    table(out, &rows, &[0, 2, 3, 7])?;
+    writeln!(
+        out,
+        "read-only copies beside the pool: {} of {}; {} of their blocks were found\n",
+        mib(report.common_bytes),
+        mib(report.common_limit_bytes),
+        report.common_hits
+    )
 }
 
 /// `kvbctl evict`

@@ -101,7 +101,8 @@ mod tests {
             let block = BlockId { place: Place { extent: ExtentId(1), slot: n.into() }, generation: 1 };
             let (name, parent) = ([n; 32], parent.map(|p: u8| [p; 32]));
             let (tenant, format) = (Tenant(7), FormatId(1));
-            assert!(index.publish(Publication { name, parent, block, tenant, format, priority: 5 }));
+            let (priority, windowed) = (5, false);
+            assert!(index.publish(Publication { name, parent, block, tenant, format, priority, windowed }));
         }
         for n in [1, 2, 3] {
             index.pin(&[n; 32], [3; 32], true);

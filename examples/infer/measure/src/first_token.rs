@@ -122,7 +122,7 @@ fn open_and_compute(
 }
 
 /// The prompt from token `held` on, in the engine's chunks.
-fn compute<K: KvStore>(loaded: &Loaded, kv: &mut K, ids: &[u32], held: usize) -> Result<Vec<f32>> {
+pub fn compute<K: KvStore>(loaded: &Loaded, kv: &mut K, ids: &[u32], held: usize) -> Result<Vec<f32>> {
     let mut logits = Vec::new();
     let mut at = held;
     while at < ids.len() {

@@ -1,13 +1,14 @@
-//! The rows of `scripts/bench` that need a whole engine: `measure addressing` and `measure first-token`.
+//! The rows of `scripts/bench` that need a whole engine: `measure addressing`, `first-token` and `stored-prompt`.
 //!
 //! Each prints one figure per line, as the rows of the bench package do, and nothing else on standard output. Every
-//! figure is a ratio of two sides taken in one run: the engine over kvbroker's blocks, and the same engine over its
-//! contiguous [`Twin`](infer::kv::Twin). Invariant: both sides are asserted to give the same logits, bit for bit, so
+//! ratio is of two sides taken in one run: the engine over kvbroker's blocks, and the same engine over its
+//! contiguous [`Twin`](infer::kv::Twin), or with and without something of the broker's. Invariant: both sides are asserted to give the same logits, bit for bit, so
 //! neither can be quicker by computing less.
 
 mod addressing;
 mod figure;
 mod first_token;
+mod stored_prompt;
 
 use anyhow::{Result, bail};
 
@@ -20,11 +21,15 @@ fn main() -> Result<()> {
             one_thread()?;
             first_token::run()
         }
+        ["stored-prompt"] => {
+            one_thread()?;
+            stored_prompt::run()
+        }
         ["counted", weights, held, store] => {
             one_thread()?;
             addressing::counted(weights, held, store)
         }
-        _ => bail!("usage: measure addressing|first-token"),
+        _ => bail!("usage: measure addressing|first-token|stored-prompt"),
     }
 }
 
