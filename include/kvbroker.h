@@ -375,7 +375,8 @@ KVB_API int kvb_session_set_rewind(kvb_session *session, uint64_t tokens);
 KVB_API int64_t kvb_session_trim_head(kvb_session *session, uint64_t first);
 
 /* A second session over the same tokens (beams, parallel samples). Nothing is copied: whoever grows first gets a copy of
- * the block that it writes in. Rows that are there may not be written by either until kvb_session_writable. */
+ * the block that it writes in. Rows that are there may not be written by either until kvb_session_writable.
+ * KVB_ERR_BUSY while a device that is not coherent imports unsealed blocks of the session by a window of the kind run. */
 KVB_API KVB_MUST_CHECK int kvb_session_fork(kvb_session *session, kvb_session **out);
 
 /* Publishes the whole blocks among the first `count` tokens, whose ids these are, from the sequence's start: they are

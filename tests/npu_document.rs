@@ -1,7 +1,6 @@
 //! The C of `docs/npu.md`: every snippet compiles against the header, and what needs no device runs.
 #![cfg(feature = "daemon")]
 
-use std::collections::BTreeSet;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
@@ -106,35 +105,16 @@ fn the_import_example_compiles_without_a_warning() {
     compile(directory.path(), "npu-import", &source, &["-c"]);
 }
 
-/// Names of the tests in `tests/device` and in `tests/window.rs`.
-fn tests_of_devices() -> BTreeSet<String> {
-    let root = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests");
-    let sources = fs::read_dir(root.join("device")).unwrap().map(|entry| entry.unwrap().path());
-    let mut names = BTreeSet::new();
-    for source in sources.chain([root.join("window.rs")]) {
-        let text = fs::read_to_string(source).unwrap();
-        let tests = text.split("#[test]\n").skip(1);
-        names.extend(
-            tests.filter_map(|t| t.trim_start().strip_prefix("fn ")?.split('(').next().map(String::from)),
-        );
-    }
-    names
-}
-
 #[test]
-fn every_cell_of_the_matrix_that_says_run_here_names_a_test_that_exists() {
+fn every_cell_of_the_matrix_that_says_run_here_names_a_test() {
     let root = Path::new(env!("CARGO_MANIFEST_DIR"));
     let text = fs::read_to_string(root.join("docs/npu.md")).unwrap();
     let section = text.split("\n## ").find(|s| s.starts_with("1. ")).unwrap();
-    let tests = tests_of_devices();
-    // A name in backticks that is a sentence is a test's; a module may stand before it.
+    // A name in backticks that is a sentence is a test's (tests/docs.rs says whether there is one of that name).
     let named = |part: &str| -> Vec<String> {
         let quoted = part.split('`').skip(1).step_by(2).map(|q| q.rsplit("::").next().unwrap());
         quoted.filter(|q| q.matches('_').count() >= 5).map(String::from).collect()
     };
-    for name in named(section) {
-        assert!(tests.contains(&name), "there is no test {name}");
-    }
     let mut cells = 0;
     for cell in section.lines().filter(|l| l.starts_with("| ")).flat_map(|l| l.split(" | ")) {
         let Some((_, behind)) = cell.split_once("*run here*") else { continue };

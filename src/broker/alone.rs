@@ -15,8 +15,8 @@ use std::collections::BTreeSet;
 
 use super::{Broker, Refused};
 use crate::heap::Backend;
-use crate::id::{BlockId, ClientId, ExtentId, Place, SessionId};
-use crate::pool::Block;
+use crate::id::{BlockId, ClientId, ExtentId, Place, SessionId, Tenant};
+use crate::pool::{Block, Cut};
 use crate::wire::Fault;
 
 /// What a session whose extents are set aside may still have of them, while it is being granted blocks.
@@ -64,6 +64,15 @@ impl Broker {
             }
         }
         None
+    }
+
+    /// How many free places of the extents of `blocks` cannot be set aside, because they back what was promised to
+    /// sessions.
+    pub(super) fn promised_in(&self, tenant: Tenant, cut: &Cut, blocks: &[BlockId]) -> u64 {
+        let extents: BTreeSet<ExtentId> = blocks.iter().map(|b| b.place.extent).collect();
+        let owned = extents.iter().filter_map(|e| self.state.pool.extents().get(e)?.owned());
+        let free: u64 = owned.filter(|o| !o.aside).map(|o| u64::from(o.free)).sum();
+        free.saturating_sub(self.available(tenant, cut, 0).0)
     }
 
     /// The session that has an extent to itself.

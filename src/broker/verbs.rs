@@ -358,14 +358,14 @@ impl Broker {
         s.tokens = tokens;
         let (mut returned, mut freed) = (Vec::new(), 0);
         for block in tail.into_iter().rev().chain(front) {
-            // What one reply cannot name is freed: credit that its owner does not know of would be lost.
-            // And credit is any session's, which an extent that is set aside must not become.
-            let whole =
-                |_: &ClientId| returned.len() < MAX_BLOCKS && !self.state.pool.is_aside(block.place.extent);
-            let to_credit = to_credit.filter(whole);
+            // What one reply cannot name is freed: credit that its owner does not know of would be lost. And credit is any
+            // session's, which an extent that is set aside must not become.
+            let aside = self.state.pool.is_aside(block.place.extent);
+            let to_credit = to_credit.filter(|_| returned.len() < MAX_BLOCKS && !aside);
             match self.let_go(block, to_credit) {
                 Dropped::Credit => returned.push((block, wire::RETURNED)),
-                Dropped::Freed => freed += 1,
+                // Of an extent that is set aside, a free place backs no promise.
+                Dropped::Freed => freed += u32::from(!aside),
                 Dropped::Kept | Dropped::Cached => {}
             }
         }

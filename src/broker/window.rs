@@ -332,7 +332,6 @@ struct Wish {
     slot_bytes: u64,
     /// Whether the device may write the block.
     writable: Vec<bool>,
-    read_only: bool,
     /// The window that this one is to replace.
     old: Option<u64>,
     /// Blocks that there should be address space for.
@@ -347,6 +346,16 @@ impl Wish {
 
     fn bytes(&self) -> u64 {
         self.part.bytes * self.blocks.len() as u64
+    }
+
+    /// Refuses blocks that the device may not write, for a way which cannot keep it from that.
+    fn all_writable(&self, what: &str) -> Result<(), Declined> {
+        let Some(first) = self.writable.iter().position(|w| !w) else { return Ok(()) };
+        let block = self.first as usize + first;
+        let text = format!(
+            "{what} is always writable, and block {block} may not be written by the device: make it the session's own first (writable), or use a read-only iommu window"
+        );
+        Err(Declined::new(Fault::BadRequest, text))
     }
 }
 
@@ -491,7 +500,6 @@ impl Broker {
             part,
             slot_bytes: format.cut.slot_bytes,
             writable,
-            read_only,
             old,
             capacity: u64::from(ask.capacity.get()),
             auto: ask.how.get() == 0,
@@ -557,10 +565,19 @@ impl Broker {
             let text = format!("the {} {parts} lie in {} separate pieces", wish.blocks.len(), spans.len());
             return Err(Declined::new(Fault::BadRequest, text));
         }
+        wish.all_writable("the extent of a run")?;
         if self.imports_need_one_writer() {
             if let Some(why) = self.another_writer(wish.session, &wish.blocks) {
                 let text = format!(
                     "the device is not coherent (device.coherent), so only one session may write what it imports, and {why}; pool.extent = \"block\" gives each block an extent of its own"
+                );
+                return Err(Declined::new(Fault::Busy, text));
+            }
+            let cut = self.state.formats[&self.state.sessions[&wish.session].format].cut;
+            let promised = self.promised_in(wish.tenant, &cut, &wish.blocks);
+            if promised > 0 {
+                let text = format!(
+                    "the device is not coherent (device.coherent), so only one session may write what it imports, and {promised} free places beside the blocks were promised to sessions (admit)"
                 );
                 return Err(Declined::new(Fault::Busy, text));
             }
@@ -587,12 +604,7 @@ impl Broker {
             let backend = self.heap.backend();
             return no(format!("the kernel joins ranges of memfds only, and this pool is {backend}"));
         };
-        if wish.read_only || wish.writable.contains(&false) {
-            let which = wish.writable.iter().position(|w| !w).map_or(0, |i| wish.first as usize + i);
-            return no(format!(
-                "a udmabuf is always writable, and block {which} may not be written by the device: make it the session's own first (writable), or use a read-only iommu window"
-            ));
-        }
+        wish.all_writable("a udmabuf")?;
         let udmabuf = self.windows.means.udmabuf.clone();
         let udmabuf = udmabuf.map_err(|why| Declined::new(Fault::BadRequest, why))?;
         let window = self.note(How::Udmabuf, wish);

@@ -514,6 +514,42 @@ fn an_extent_with_a_second_writer_is_not_imported_by_an_incoherent_device() {
 }
 
 #[test]
+fn places_that_were_promised_are_not_set_aside_for_a_device() {
+    let mut w = World::incoherent();
+    assert!(w.grow(0));
+    w.free_credit(0);
+    // All that is free is promised to the other process's session, the three places beside the block among it.
+    let blocks = 4 * EXTENTS - 1;
+    let admit = wire::Admit { tokens: u64::from(2 * blocks).into(), ..wire::Admit::default() };
+    let admitted = w.ask(1, Verb::Admit, |m| _ = m.put(&admit)).unwrap();
+    let admission: &wire::Admission = Reader::new("admission", &admitted.body).one().unwrap();
+    assert_eq!(admission.promised.get(), blocks, "{admission:?}");
+    assert_eq!(w.run(0, 0, 1), Err(Fault::Busy));
+    (0..blocks).for_each(|_| assert!(w.grow(1), "a promise is kept"));
+    w.all_comes_back();
+}
+
+#[test]
+fn a_run_is_no_way_to_a_block_that_the_device_may_not_write() {
+    let mut w = World::incoherent();
+    (0..2).for_each(|_| assert!(w.grow(0)));
+    let means = Means { access: Access::Contiguous, ..Means::default() };
+    w.broker.set_means(means);
+    let (report, used) = w.report(0);
+    let seal = wire::Seal { report, from: 0.into(), count: 2.into() };
+    w.ask(0, Verb::Seal, |m| _ = m.put(&seal).put_tokens(&[1, 2]).put_blocks(used)).unwrap();
+    assert_eq!(w.run(0, 0, 2), Err(Fault::BadRequest), "the first one is sealed");
+    w.run(0, 1, 1).unwrap();
+    let (report, used) = w.report(0);
+    let (first, blocks) = (1.into(), 1.into());
+    let ask =
+        wire::Window { report, first, blocks, how: 1.into(), flags: 1.into(), ..wire::Window::default() };
+    let refused = w.ask(0, Verb::Window, |m| _ = m.put(&ask).put_blocks(used)).unwrap_err();
+    assert_eq!(refused, Fault::BadRequest, "nothing keeps a device from writing what it imports");
+    w.all_comes_back();
+}
+
+#[test]
 fn another_sessions_block_keeps_an_extent_from_an_incoherent_device_and_not_from_a_coherent_one() {
     for coherent in [false, true] {
         let mut w = World::incoherent();

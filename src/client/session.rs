@@ -596,7 +596,8 @@ impl Session {
     }
 
     /// A second session over the same tokens. Nothing is copied: whoever writes first, beyond the length that both
-    /// have, gets a copy of the block that it writes in.
+    /// have, gets a copy of the block that it writes in. Refused (`busy`) while a device that is not coherent imports blocks
+    /// of it by a window of the kind run, and they are not sealed.
     pub fn fork(&mut self) -> Result<Session, Error> {
         let reply = self.call(Verb::Fork, |w, report, blocks| {
             w.put(&report);
