@@ -496,7 +496,7 @@ fn an_extent_with_a_second_writer_is_not_imported_by_an_incoherent_device() {
     let (report, used) = w.report(0);
     let forked = w.ask(0, Verb::Fork, |m| _ = m.put(&report).put_blocks(used)).unwrap();
     let twin = Reader::new("opened", &forked.body).one::<wire::Opened>().unwrap().session.get();
-    assert_eq!(w.run(0, 0, 3), Err(Fault::Busy), "the fork has the same blocks");
+    assert_eq!(w.run(0, 0, 3), Err(Fault::BadRequest), "both have these blocks, so neither may write them");
     let first = std::mem::replace(&mut w.seen(0).session, twin);
     w.ask(0, Verb::Close, |m| _ = m.put(&wire::Report::default())).unwrap();
     w.seen(0).session = first;

@@ -5,7 +5,7 @@
 //! with its own bytes. Then the first uses what it kept. The controls do the same on kernel buffers of the same kinds
 //! without the broker's rules between the two, and there every attempt succeeds: so the cases can fail.
 
-use std::fs::{self, File, OpenOptions, Permissions};
+use std::fs::{self, File, Permissions};
 use std::io::{self, Read};
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd};
 use std::os::unix::fs::PermissionsExt;
@@ -200,7 +200,7 @@ fn render_nodes() -> Vec<std::path::PathBuf> {
 /// The device that imports: its node opened as a user of the group `render` would.
 fn vgem() -> File {
     let node = render_nodes().into_iter().next().expect("a render node");
-    OpenOptions::new().read(true).write(true).open(node).expect("open vgem")
+    fs::OpenOptions::new().read(true).write(true).open(node).expect("open vgem")
 }
 
 /// As on a machine where a tenant is in the groups of the render node and of /dev/udmabuf.
@@ -469,7 +469,7 @@ fn copies() -> Vec<std::path::PathBuf> {
 fn attack(copy: &Path) {
     let fd = File::open(copy).map(OwnedFd::from);
     assert_eq!(fd.expect_err("opened again for reading").raw_os_error(), Some(libc::EACCES), "mode 0400");
-    let again = OpenOptions::new().read(true).write(true).open(copy);
+    let again = fs::OpenOptions::new().read(true).write(true).open(copy);
     assert_eq!(again.expect_err("opened again for writing").raw_os_error(), Some(libc::EACCES));
     let number: i32 =
         copy.file_name().and_then(|n| n.to_str()).and_then(|n| n.parse().ok()).expect("a number");
@@ -565,7 +565,7 @@ fn a_client_cannot_open_a_heap_under_the_shipped_modes() {
         for heap in [CMA_HEAP, SYSTEM_HEAP] {
             assert_eq!(Heap::open(heap).unwrap_err(), Errno::EACCES, "{heap}");
         }
-        let device = OpenOptions::new().read(true).write(true).open("/dev/udmabuf");
+        let device = fs::OpenOptions::new().read(true).write(true).open("/dev/udmabuf");
         assert_eq!(device.unwrap_err().raw_os_error(), Some(libc::EACCES));
     });
 }
