@@ -1,2 +1,4 @@
 #![no_main]
-libfuzzer_sys::fuzz_target!(|data: &[u8]| _ = kvbroker_fuzz::broker::run(data));
+libfuzzer_sys::fuzz_target!(|data: &[u8]| {
+    let _ = kvbroker_fuzz::broker::run(data);
+});
