@@ -124,8 +124,9 @@ impl Broker {
             return decision(Verdict::Admitted, 0);
         }
         let emptied = self.make_room(tenant, &cut, promised, least);
-        emptied.into_iter().for_each(|extent| _ = self.state.pool.release_if_idle(extent));
         let (now, soon) = self.available(tenant, &cut, promised);
+        // Only then: an extent that leaves the tenant is on its way for a while, and what is there already suffices.
+        emptied.into_iter().for_each(|extent| _ = self.state.pool.release_if_idle(extent));
         if now >= least {
             self.admit(id, blocks);
             return decision(Verdict::Admitted, 0);

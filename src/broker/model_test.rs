@@ -2261,7 +2261,7 @@ fn parse_grant(body: &[u8]) -> (u64, BTreeSet<ExtentId>, Vec<(BlockId, u32)>) {
 
 /// Steps of all cases together: `KVBROKER_MODEL_STEPS` for long runs.
 fn steps() -> usize {
-    std::env::var("KVBROKER_MODEL_STEPS").ok().and_then(|s| s.parse().ok()).unwrap_or(60_000)
+    std::env::var("KVBROKER_MODEL_STEPS").ok().and_then(|s| s.parse().ok()).unwrap_or(150_000)
 }
 
 const STEPS_PER_CASE: usize = 300;
