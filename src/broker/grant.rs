@@ -135,13 +135,15 @@ impl Broker {
             emptied = self.make_room(tenant, &cut, own, least);
             let (now, soon) = self.available(tenant, &cut, own);
             if now < least {
+                // What has been emptied for nothing leaves the tenant; its limit is what it ran into all the same.
+                let refusal = self.busy(tenant, &cut, least, now);
                 for extent in emptied {
                     self.state.pool.release_if_idle(extent);
                 }
                 if soon >= least || self.reclaim(want.priority, tenant, &cut, own, least) {
                     return Ok(Granted::Later);
                 }
-                return Err(self.busy(tenant, &cut, least, now));
+                return Err(refusal);
             }
         }
         let taken = self.take(client, tenant, &cut, &want, room);

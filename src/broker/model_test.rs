@@ -312,7 +312,9 @@ impl Model {
 
     /// Extents that count against the tenant's limit.
     fn charged_by(&self, uid: u32) -> u64 {
-        let kept = self.quarantined.iter().filter(|e| self.was.get(e) == Some(&uid)).count();
+        // One that was filled from a file and has gone to nobody is nobody's.
+        let kept = self.quarantined.iter().filter(|e| self.met.contains(e) && self.was.get(e) == Some(&uid));
+        let kept = kept.count();
         self.owned_by(uid) + kept as u64
     }
 
