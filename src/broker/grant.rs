@@ -132,18 +132,18 @@ impl Broker {
         }
         let mut emptied = BTreeSet::new();
         if self.available(tenant, &cut, own).0 < least {
+            // Whatever is emptied in vain: this is what the request ran into.
+            let at_limit = self.at_limit(tenant);
             emptied = self.make_room(tenant, &cut, own, least);
             let (now, soon) = self.available(tenant, &cut, own);
             if now < least {
-                // What has been emptied for nothing leaves the tenant; its limit is what it ran into all the same.
-                let refusal = self.busy(tenant, &cut, least, now);
                 for extent in emptied {
                     self.state.pool.release_if_idle(extent);
                 }
                 if soon >= least || self.reclaim(want.priority, tenant, &cut, own, least) {
                     return Ok(Granted::Later);
                 }
-                return Err(refusal);
+                return Err(self.busy(tenant, &cut, (least, now), at_limit));
             }
         }
         let taken = self.take(client, tenant, &cut, &want, room);
@@ -390,11 +390,17 @@ impl Broker {
         }
     }
 
+    /// Whether the tenant has all that it may have while there is more.
+    fn at_limit(&self, tenant: Tenant) -> bool {
+        let pool = &self.state.pool;
+        self.charged_extents(tenant) >= self.extent_limit(tenant)
+            && pool.clean_extents() + pool.soon_clean() > 0
+    }
+
     /// Says what would help, naming only the asker's own.
-    fn busy(&self, tenant: Tenant, cut: &Cut, needed: u64, available: u64) -> Refused {
+    fn busy(&self, tenant: Tenant, cut: &Cut, (needed, available): (u64, u64), at_limit: bool) -> Refused {
         let pool = &self.state.pool;
         let (owned, limit) = (pool.extents_of(tenant), self.extent_limit(tenant));
-        let at_limit = self.charged_extents(tenant) >= limit && pool.clean_extents() + pool.soon_clean() > 0;
         let what = format!("{needed} blocks are needed, {available} can be granted now");
         if at_limit {
             let text = format!(
