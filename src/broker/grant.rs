@@ -224,7 +224,9 @@ impl Broker {
         };
         let mut all: Vec<_> = all.into_iter().filter(|(_, e)| !promised(e)).collect();
         // Stable: within a tenant the order stays.
-        all.sort_by_key(|(t, _)| (!own(t), self.state.tenancy.of(*t).priority, *t));
+        // What nobody has to be asked for comes first.
+        let held = |e: &ExtentId| !self.heap.revokes() && !self.state.pool.extents()[e].holders.is_empty();
+        all.sort_by_key(|(t, e)| (!own(t), self.state.tenancy.of(*t).priority, *t, held(e)));
         let mut left: BTreeMap<Tenant, u32> = BTreeMap::new();
         all.retain(|(t, extent)| {
             let usable = |o: &crate::pool::Owned| o.format == cut.format && o.suspect == 0;

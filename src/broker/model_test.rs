@@ -426,7 +426,10 @@ impl Model {
         let (mut idle, mut cold) = (Vec::new(), Vec::new());
         let mut left: BTreeMap<u32, u64> = BTreeMap::new();
         for whole in [true, false] {
-            for (extent, (owner, f, _)) in &self.owned {
+            // What nobody has to be asked for comes first.
+            let mut owned: Vec<_> = self.owned.iter().collect();
+            owned.sort_by_key(|(_, (_, _, holders))| !self.revokes && !holders.is_empty());
+            for (extent, (owner, f, _)) in owned {
                 let used: Vec<_> = self.lives.iter().filter(|(b, _)| b.place.extent == *extent).collect();
                 let suspect = used.iter().filter(|(_, l)| l.suspect.is_some()).count();
                 let cached =
