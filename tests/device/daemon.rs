@@ -206,7 +206,7 @@ impl Broker {
     pub fn hold(&self, size: &str, command: &[&str]) -> Child {
         let mut kvbctl = Command::new("kvbctl");
         kvbctl.args(["hold", size, "--socket"]).arg(self.place.path("admin.sock")).arg("--").args(command);
-        kvbctl.stdin(Stdio::null()).stdout(Stdio::null()).spawn().expect("kvbctl")
+        kvbctl.stdin(Stdio::null()).stdout(Stdio::piped()).spawn().expect("kvbctl")
     }
 
     /// Open descriptors of the daemon.

@@ -1,6 +1,7 @@
 //! The pool on the machine's real heaps: how much the broker gets out of them, what it says when that is less than it
 //! was told to take, and that it gives everything back.
 
+use std::io::{BufRead, BufReader};
 use std::os::fd::{AsFd, OwnedFd};
 
 use kvbroker::client::{Client, Error, OpenOptions, Session};
@@ -58,9 +59,13 @@ fn the_area_has_what_is_held_while_a_command_runs_and_the_pool_has_it_after() {
     let broker = Broker::on_cma("");
     let (whole, fds) = (cma_used(), broker.fds());
     for how in [Signal::SIGTERM, Signal::SIGKILL] {
-        let mut kvbctl = broker.hold("96M", &["sleep", "1000"]);
-        until("the hold is in force", || broker.account("lent") == 96 * MIB as u64);
-        assert_eq!(whole - cma_used(), 96 * MIB, "to the page");
+        let script = "cat /sys/kernel/debug/cma/*/used; exec sleep 1000";
+        let mut kvbctl = broker.hold("96M", &["sh", "-c", script]);
+        let mut pages = String::new();
+        BufReader::new(kvbctl.stdout.take().expect("piped")).read_line(&mut pages).expect("a line");
+        let used = pages.trim().parse::<usize>().expect("a number of pages") * 4 * KIB;
+        assert_eq!(whole - used, 96 * MIB, "from the first moment of the command, and to the page");
+        assert_eq!(broker.account("lent"), 96 * MIB as u64);
         // Somebody else's driver gets it meanwhile.
         drop(eat(96 * MIB));
         kill(Pid::from_raw(kvbctl.id() as i32), how).expect("kill");
