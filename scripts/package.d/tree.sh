@@ -107,7 +107,7 @@ daemon_package() {
         put 644 "$work/manual/completions/zsh/_$name" "usr/share/zsh/vendor-completions/_$name"
         put 644 "$work/manual/completions/fish/$name.fish" "usr/share/fish/vendor_completions.d/$name.fish"
     done
-    for file in README.md docs/operations.md docs/store.md docs/engines.md docs/npu.md docs/protocol.md; do
+    for file in README.md docs/operations.md docs/store.md docs/sharing.md docs/engines.md docs/npu.md docs/protocol.md; do
         packed "$checkout/$file" "usr/share/doc/kvbroker/${file##*/}"
     done
     crates_of -p kvbroker >"$work/doc/crates"
