@@ -91,7 +91,7 @@ pub enum HoldError {
     TooMany(usize),
     #[error("the broker's books do not add up; it lends nothing until a restart")]
     Frozen,
-    #[error("{bytes} ({asked} extents of {each}) cannot be lent, {can} extents can: {whereabouts}", bytes = Size::from_bytes(*asked * *extent_bytes), each = Size::from_bytes(*extent_bytes))]
+    #[error("{bytes} ({asked} extents of {each}) cannot be lent, {can} extents can: {whereabouts}", bytes = Size::from_bytes(asked.saturating_mul(*extent_bytes)), each = Size::from_bytes(*extent_bytes))]
     TooMuch { asked: u64, can: u64, extent_bytes: u64, whereabouts: String },
 }
 

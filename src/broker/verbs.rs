@@ -13,6 +13,10 @@ use zerocopy::little_endian::U32;
 
 type Answered = Result<Answer, Refused>;
 
+/// Prefixes that a tenant may have pinned at one time. Each block knows the chains that it is pinned for, so nested chains
+/// cost the broker memory of its own, which `limits.pinned` does not count.
+const PINS_OF_A_TENANT: usize = 64;
+
 fn done(reply: Reply) -> Answered {
     Ok(Answer::Now(reply))
 }
@@ -452,7 +456,10 @@ impl Broker {
         for (i, (block, tokens)) in to_seal.into_iter().zip(tokens.chunks(per_block as usize)).enumerate() {
             let parent = (from as usize + i > 0).then_some(name);
             name = prefix::child(&name, tokens);
-            self.state.pool.seal(block.place);
+            // A common block behind one that was replaced: sealed it is, and its name is its donor's.
+            if !block.place.extent.is_copy() {
+                self.state.pool.seal(block.place);
+            }
             duplicates += u32::from(!self.publish(id, name, parent, block));
             self.session_mut(id).names.push(name);
         }
@@ -467,7 +474,7 @@ impl Broker {
         self.state.formats.get(&format).is_some_and(|f| f.profile.groups().iter().any(|g| g.window.is_some()))
     }
 
-    /// Publishes a sealed block of a session's table.
+    /// Publishes a sealed block of a session's table; `false` if the name is taken, or is not the tenant's to give.
     fn publish(
         &mut self,
         id: SessionId,
@@ -475,6 +482,9 @@ impl Broker {
         parent: Option<prefix::Digest>,
         block: BlockId,
     ) -> bool {
+        if block.place.extent.is_copy() {
+            return false;
+        }
         let s = &self.state.sessions[&id];
         let (tenant, format, priority) = (s.tenant, s.format, s.priority);
         let windowed = self.is_windowed(format);
@@ -546,6 +556,14 @@ impl Broker {
             let new = names.iter().zip(&own).filter(|(_, b)| !b.place.extent.is_copy());
             let new = new.filter(|(n, _)| !self.state.prefixes.is_pinned(n)).count() as u64;
             let bytes = new * self.state.formats[&format].cut.slot_bytes;
+            let of_tenant =
+                self.state.prefixes.pins().filter(|(c, p)| p.tenant == tenant && **c != chain).count();
+            if of_tenant >= PINS_OF_A_TENANT {
+                let text = format!(
+                    "this tenant has {of_tenant} prefixes pinned, as many as there can be; unpin others"
+                );
+                return Err(Refused::new(Fault::OverLimit, text));
+            }
             let (pinned, most) = (self.state.pool.pinned_bytes(tenant), self.state.tenancy.of(tenant).pinned);
             if pinned.saturating_add(bytes) > most {
                 let text = format!(

@@ -44,6 +44,10 @@ pub enum StartError {
         "{directory}: no CMA heap was found there, and pool.device = \"contiguous\" needs one; name it with pool.heap, or see which heaps this kernel has"
     )]
     NoHeap { directory: PathBuf },
+    #[error(
+        "the daemon may open {open} files, which leaves none for connections beside the pool's {descriptors}; raise LimitNOFILE, make prefix.common-limit smaller, or the extents larger"
+    )]
+    NoConnections { open: u64, descriptors: u64 },
     #[error("a pool of {pool} is more than the {memory} of this machine; make pool.size smaller")]
     LargerThanMemory { pool: Size, memory: Size },
     #[error(transparent)]
@@ -171,6 +175,9 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let descriptors = if heap.backend() == Backend::Udmabuf { 2 } else { 1 } * extents.count
         + policy.common_bytes / extents.bytes;
     let most = connections_within_open_files(descriptors);
+    if most == 0 {
+        return Err(StartError::NoConnections { open: open_files(), descriptors });
+    }
     if policy.connections > most {
         log::warn!(
             "limits.connections = {} is more than LimitNOFILE lets: {most} connections are served",
@@ -238,10 +245,14 @@ fn windows_within_open_files(extent_descriptors: u64, connections: u32) -> u32 {
 
 /// Descriptors beside extents and what the daemon itself needs.
 fn open_files_beside(extent_descriptors: u64) -> u64 {
-    use nix::sys::resource::{Resource, getrlimit};
     const OWN: u64 = 48;
-    let limit = getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft);
-    limit.saturating_sub(extent_descriptors + OWN)
+    open_files().saturating_sub(extent_descriptors.saturating_add(OWN))
+}
+
+/// Files that this process may have open.
+fn open_files() -> u64 {
+    use nix::sys::resource::{Resource, getrlimit};
+    getrlimit(Resource::RLIMIT_NOFILE).map_or(u64::MAX, |(soft, _)| soft)
 }
 
 /// Descriptors in unread messages count against this process: as many as the hard limit lets.

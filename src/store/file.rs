@@ -221,7 +221,8 @@ impl Directory {
         let path = self.path.join(&name);
         let start = head.to_bytes().len() as u64;
         let bytes = start.saturating_add(head.data_bytes());
-        let used = self.used_without(&[&name, &temporary])?;
+        self.remove_unfinished()?;
+        let used = self.used_without(&name)?;
         if used.saturating_add(bytes) > self.limit {
             let [bytes, used, limit] = [bytes, used, self.limit].map(Size::from_bytes);
             return Err(StoreError::OverLimit { path, bytes, used, limit });
@@ -235,8 +236,6 @@ impl Directory {
                 _ => StoreError::Call { path, call, source },
             }
         };
-        // One that was not finished: nobody else writes here.
-        let _ = unlinkat(&self.fd, temporary.as_str(), UnlinkatFlags::NoRemoveDir);
         let flags = OFlag::O_WRONLY | OFlag::O_CREAT | OFlag::O_EXCL | OFlag::O_NOFOLLOW | OFlag::O_CLOEXEC;
         let fd = openat(&self.fd, temporary.as_str(), flags, Mode::from_bits_truncate(0o600))
             .map_err(|e| named("create")(e.into()))?;
@@ -290,10 +289,18 @@ impl Directory {
         Ok(true)
     }
 
-    /// Bytes of all files but these.
-    fn used_without(&self, names: &[&str]) -> Result<u64, StoreError> {
+    /// Files that were begun and not finished go: nobody else writes here.
+    fn remove_unfinished(&self) -> Result<(), StoreError> {
+        for name in self.names()?.iter().filter(|n| n.starts_with('.') && n.ends_with(".new")) {
+            let _ = unlinkat(&self.fd, name.as_str(), UnlinkatFlags::NoRemoveDir);
+        }
+        Ok(())
+    }
+
+    /// Bytes of all stored prefixes but this one. What else lies there is not the store's.
+    fn used_without(&self, but: &str) -> Result<u64, StoreError> {
         let mut sum = 0u64;
-        for name in self.names()?.iter().filter(|n| !names.contains(&n.as_str())) {
+        for name in self.names()?.iter().filter(|n| n.ends_with(SUFFIX) && *n != but) {
             let path = || self.path.join(name);
             match fstatat(&self.fd, name.as_str(), AtFlags::AT_SYMLINK_NOFOLLOW) {
                 Ok(meta) => sum = sum.saturating_add(meta.st_size as u64),
@@ -455,9 +462,12 @@ mod tests {
         assert!(e.to_string().contains("reading the pool"), "{e}");
         assert_eq!(std::fs::read(&path).unwrap(), before);
         assert_eq!(small.names().unwrap().len(), 1, "nothing is left behind");
-        // What a save that was interrupted has left behind is no obstacle.
-        std::fs::write(path.with_file_name(format!(".{}.new", head(3).chain())), "half").unwrap();
+        // What saves that were interrupted have left behind is no obstacle, and what others have put there neither.
+        for chain in [head(3).chain(), head(2).chain()] {
+            std::fs::write(path.with_file_name(format!(".{chain}.new")), &before).unwrap();
+        }
+        std::fs::write(path.with_file_name("notes"), &before).unwrap();
         small.write(head(3), fill).unwrap();
-        assert_eq!(small.names().unwrap().len(), 1);
+        assert_eq!(small.names().unwrap().len(), 2);
     }
 }

@@ -96,6 +96,10 @@ fn who_writes_behind_or_in_a_common_prompt_writes_in_blocks_of_his_own() {
     b.must(&format!("holds 0 32 {TOKENS} 5"));
     twin.must(&format!("holds 0 0 {TOKENS} 5"));
     a.must(&format!("holds 0 0 {TOKENS} 5"));
+    // Sealed anew, with a common block between blocks of his own: that one's name stays its donor's.
+    b.must("seal 0 80");
+    assert_eq!(daemon.admin("check")["ok"], true, "{}", daemon.place.log());
+    daemon.helper(STRANGER).must("open");
     // Fork, trim, pin and close work on it as on any sealed block; a pin keeps what is his own.
     twin.must("pin 0 80");
     let pinned = daemon.account("pinned");
