@@ -60,7 +60,7 @@ fn the_area_has_what_is_held_while_a_command_runs_and_the_pool_has_it_after() {
     let (used, missing) = (cma_used(), broker.pool("extents_missing"));
     // An extent that was missing at the start may come at any time, with its descriptor.
     let fds = broker.fds();
-    let whole = || used + (missing - broker.pool("extents_missing")) as usize * EXTENT;
+    let whole = || used + missing.saturating_sub(broker.pool("extents_missing")) as usize * EXTENT;
     for how in [Signal::SIGTERM, Signal::SIGKILL] {
         let script = "cat /sys/kernel/debug/cma/*/used; exec sleep 1000";
         let mut kvbctl = broker.hold("96M", &["sh", "-c", script]);
@@ -70,7 +70,7 @@ fn the_area_has_what_is_held_while_a_command_runs_and_the_pool_has_it_after() {
         assert_eq!(whole() - used, 96 * MIB, "from the first moment of the command, and to the page");
         assert_eq!(broker.account("lent"), 96 * MIB as u64);
         // Somebody else's driver gets it meanwhile.
-        drop(eat(96 * MIB));
+        drop(eat(90 * MIB));
         kill(Pid::from_raw(kvbctl.id() as i32), how).expect("kill");
         kvbctl.wait().expect("wait");
         until("the pool has all that it had", || broker.account("lent") == 0 && cma_used() == whole());
