@@ -493,11 +493,11 @@ def arm64(b):
 
 def twice(b):
     """the plugin loaded twice, by one path or as a copy, does no harm"""
-    shutil.copy(b.o.plugin, b.work / "copy.so")
+    shutil.copy(b.o.plugin, b.work / "plugin-again.so")
     args = ["logits", b.o.model, "f16", 1, 4, b.threads]
     with b.broker():
         _, stock, _ = b.ours(False, *args)
-        for path in ("libggml-kvbroker.so", "copy.so"):
+        for path in ("libggml-kvbroker.so", "plugin-again.so"):
             code, out, err = b.ours(True, *args, env={"LOGITS_LOAD": f"{b.inside}/{path}"})
             must(code == 0 and out == stock and out, f"{path}: {code} {err[-400:]}")
         must(b.held() == 0, "blocks are still held")
