@@ -282,8 +282,10 @@ fn a_week_on_the_shop_floor_ends_as_it_began() {
         every(&|e| !e.frozen),
         format!("{} checks", events.checks),
     );
-    let fds = format!("{} to {}", first.fds, last.fds);
-    table.row("descriptors are flat", every(&|e| e.fds == first.fds), fds);
+    // An extent or two may be in the worker's hands just then, without a descriptor; what leaks does so each day.
+    let counts = || evenings.iter().map(|e| e.fds);
+    let (fewest, most) = (counts().min().unwrap_or(0), counts().max().unwrap_or(0));
+    table.row("descriptors are flat", most - fewest <= 2, format!("{fewest} to {most}"));
     // Compared with the first day: a daemon that has served has its buffers. The allocator's noise of a day is allowed, the
     // growth of a week would be seven times as much.
     let resident = format!("{} to {} KiB", first.resident_kib, last.resident_kib);
