@@ -255,11 +255,9 @@ fn structures_are_laid_out_alike_in_c_and_in_rust() {
     run(Command::new("cc").args(["-std=c11", "-Werror", "-fsyntax-only", &include]).arg(&file));
 }
 
-#[test]
-fn a_session_that_makes_no_room_in_time_is_lost_with_a_code_of_its_own() {
-    let daemon = Daemon::start();
-    let socket = CString::new(daemon.socket().to_str().unwrap()).unwrap();
-    let geometry = capi::kvb_geometry {
+/// Two layers of 512-byte rows, 16 tokens per block.
+fn geometry() -> capi::kvb_geometry {
+    capi::kvb_geometry {
         size: size_of::<capi::kvb_geometry>(),
         name: c"m".as_ptr(),
         element: c"f16".as_ptr(),
@@ -271,7 +269,14 @@ fn a_session_that_makes_no_room_in_time_is_lost_with_a_code_of_its_own() {
         layout: 0,
         window: 0,
         windows: null(),
-    };
+    }
+}
+
+#[test]
+fn a_session_that_makes_no_room_in_time_is_lost_with_a_code_of_its_own() {
+    let daemon = Daemon::start();
+    let socket = CString::new(daemon.socket().to_str().unwrap()).unwrap();
+    let geometry = geometry();
     let options = |priority| capi::kvb_open_options {
         size: size_of::<capi::kvb_open_options>(),
         label: null(),
@@ -311,19 +316,7 @@ fn a_session_that_makes_no_room_in_time_is_lost_with_a_code_of_its_own() {
 fn a_broker_that_dies_is_told_and_what_is_held_stays_readable() {
     let mut daemon = Daemon::start();
     let socket = CString::new(daemon.socket().to_str().unwrap()).unwrap();
-    let geometry = capi::kvb_geometry {
-        size: size_of::<capi::kvb_geometry>(),
-        name: c"m".as_ptr(),
-        element: c"f16".as_ptr(),
-        rows: null(),
-        layers: 2,
-        k_row: 512,
-        v_row: 512,
-        tokens_per_block: 16,
-        layout: 0,
-        window: 0,
-        windows: null(),
-    };
+    let geometry = geometry();
     let (mut client, mut profile, mut session) = (null_mut(), null_mut(), null_mut());
     let (row, mut got) = ([7u8; 512], [0u8; 512]);
     const LOST: i32 = -3;

@@ -12,6 +12,7 @@ pub mod gguf;
 pub mod hf;
 pub mod mutate;
 pub mod prefix_file;
+pub mod random;
 pub mod record;
 pub mod trace;
 pub mod wire;

@@ -4,6 +4,35 @@
 //! Owns the models. Invariant: what a thread does with a block that it has taken is a plain, unsynchronised access, so
 //! two owners at a time, or an owner who does not see what the one before has done, is a data race that loom reports.
 
+/// The same face for both: each has types of its own, from a `credit` module of its own.
+macro_rules! bitmap {
+    () => {
+        /// See the module.
+        #[derive(Debug)]
+        pub struct Credits(credit::Credits);
+
+        impl super::Bitmap for Credits {
+            fn new(slots: u32) -> Self {
+                Credits(credit::Credits::new(1, slots))
+            }
+
+            fn give(&self, super::Spare { slot, generation, zero }: super::Spare) {
+                self.0.give(credit::Spare { position: 0, slot, generation, zero });
+            }
+
+            fn take(&self) -> Option<super::Spare> {
+                let credit::Spare { slot, generation, zero, .. } = self.0.take()?;
+                Some(super::Spare { slot, generation, zero })
+            }
+
+            fn count(&self) -> u32 {
+                self.0.count()
+            }
+        }
+    };
+}
+use bitmap;
+
 pub mod as_it_is;
 pub mod relaxed;
 

@@ -10,6 +10,7 @@
 #[allow(dead_code, reason = "shared with the tests of the daemon, which need more")]
 mod support;
 
+#[path = "../../fuzz/src/random.rs"]
 mod random;
 mod roles;
 
