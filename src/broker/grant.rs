@@ -171,6 +171,7 @@ impl Broker {
         let mut taken = Vec::with_capacity(most as usize);
         let mut near = want.near;
         let mut descriptors = BTreeSet::new();
+        let mut whole = self.whole_extents(cut, want, budget);
         while (taken.len() as u64) < most {
             let pressing = taken.len() < want.least as usize;
             let adopted = self.state.pool.extents_of(tenant) - before;
@@ -179,10 +180,12 @@ impl Broker {
                 client,
                 cut: *cut,
                 near,
+                whole: whole > 0,
                 new_extents: if pressing { budget.saturating_sub(adopted) } else { 0 },
                 new_descriptors: (MAX_FDS - descriptors.len()) as u32,
             };
             let Some(one) = self.state.pool.take(&take) else { break };
+            whole = whole.saturating_sub(self.state.pool.extents_of(tenant) - before - adopted);
             let extent = one.block.place.extent;
             if self.state.pool.add_holder(extent, client) {
                 descriptors.insert(extent);
@@ -192,6 +195,16 @@ impl Broker {
         }
         self.fresh_descriptors.extend(descriptors);
         taken
+    }
+
+    /// How many clean extents a grant takes before it fills free places of others. A session that has, or gets, a whole
+    /// extent's blocks leaves whole extents when it ends, if it does not share them; small ones fill up what the large ones
+    /// leave. While a quarter of the pool is clean there is room to keep them apart; after that every place counts.
+    fn whole_extents(&self, cut: &Cut, want: &Want, budget: u32) -> u32 {
+        let pool = &self.state.pool;
+        let spare = pool.clean_extents().saturating_sub(pool.extents().len() as u32 / 4);
+        let wanted = (want.least / cut.slots).max(u32::from(want.has >= cut.slots && want.least > 0));
+        wanted.min(spare).min(budget)
     }
 
     /// Blocks that the connection may still get by `limits.connection`.

@@ -145,10 +145,12 @@ enum Ask {
 enum Must {
     Refuse(Fault),
     Wait,
-    /// This many blocks of a format as new credit.
+    /// Blocks of a format as new credit: from as many to as many blocks; for a session if one asks.
     Grant {
         format: usize,
-        blocks: u64,
+        session: Option<u64>,
+        from: u64,
+        to: u64,
     },
     /// These blocks with these flags, and this many tokens.
     Blocks {
@@ -643,11 +645,10 @@ impl Model {
             let free = self.free_places(uid, format) + self.evictions.0;
             let extents = least.saturating_sub(free).div_ceil(slots);
             let blocks = want.min(free + extents * slots).min(now.max(least));
-            if let Some(id) = session {
-                let s = self.sessions.get_mut(&id).unwrap();
-                s.promised = s.promised.saturating_sub(blocks);
-            }
-            return Must::Grant { format, blocks };
+            // What has an extent's blocks may get whole ones, and then finds more or fewer free places beside them.
+            let large = least > 0 && (has >= slots || least >= slots);
+            let (from, to) = if large { (least, want.min(now.max(least))) } else { (blocks, blocks) };
+            return Must::Grant { format, session, from, to };
         }
         if soon >= least || self.reclaim(priority, uid, format, own, least) {
             return Must::Wait;
@@ -1543,7 +1544,7 @@ impl Run {
         // A reply that waits for zeros is looked at in the broker: the client must not have it yet.
         if let Some(Waiting::Zeros { output, ticket, .. }) = self.broker.waiting.get(&ClientId(client)) {
             assert!(replies.is_empty(), "nothing leaves before the zeros are written");
-            let Must::Grant { format, blocks } = must else { panic!("zeros for {must:?}") };
+            let Must::Grant { format, session, from, to } = must else { panic!("zeros for {must:?}") };
             let output = Output {
                 to: output.to,
                 message: output.message.clone(),
@@ -1552,13 +1553,15 @@ impl Run {
                 last: false,
             };
             let ticket = *ticket;
-            let zeros = self.take_grant(client, &w, format, blocks, &output);
+            let zeros = self.take_grant(client, format, session, from..=to, &output);
             let ordered = self.jobs.iter().find_map(|j| match j {
                 Job::Scrub { ticket: t, pieces } if *t == ticket => Some(pieces.len()),
                 _ => None,
             });
             assert_eq!(ordered, Some(zeros), "exactly what another process may have written is zeroed");
-            self.model.waiters.insert(client, Waiter { promised: Some(Must::Grant { format, blocks }), ..w });
+            self.model
+                .waiters
+                .insert(client, Waiter { promised: Some(Must::Grant { format, session, from, to }), ..w });
             return;
         }
         let output = replies.pop_front().expect("a reply");
@@ -1579,8 +1582,8 @@ impl Run {
         }
         match must {
             Must::Wait | Must::Refuse(_) => unreachable!(),
-            Must::Grant { format, blocks } => {
-                let zeros = self.take_grant(client, &w, format, blocks, &output);
+            Must::Grant { format, session, from, to } => {
+                let zeros = self.take_grant(client, format, session, from..=to, &output);
                 assert_eq!(zeros, 0, "a block that another process has used left without zeros");
             }
             Must::Blocks { tokens, blocks } => {
@@ -1627,10 +1630,21 @@ impl Run {
     }
 
     /// Takes new credit into the model; returns how many of its blocks must be zeroed by the broker.
-    fn take_grant(&mut self, client: u64, _: &Waiter, format: usize, blocks: u64, output: &Output) -> usize {
+    fn take_grant(
+        &mut self,
+        client: u64,
+        format: usize,
+        session: Option<u64>,
+        blocks: std::ops::RangeInclusive<u64>,
+        output: &Output,
+    ) -> usize {
         let (_, body) = wire::split(&output.message).unwrap();
         let (_, extents, got) = parse_grant(body);
-        assert_eq!(got.len() as u64, blocks, "blocks granted");
+        let count = got.len() as u64;
+        assert!(blocks.contains(&count), "{count} blocks granted, it must be {blocks:?}");
+        if let Some(s) = session.and_then(|id| self.model.sessions.get_mut(&id)) {
+            s.promised = s.promised.saturating_sub(count);
+        }
         let uid = self.model.clients[&client].0;
         let mut zeros = 0;
         for (block, flags) in &got {
@@ -1653,7 +1667,7 @@ impl Run {
             self.model.lives.insert(*block, Life { credit: Some(client), ..Life::default() });
             self.seen.push(*block);
         }
-        self.granted += blocks;
+        self.granted += count;
         self.meet(client, &extents, got.iter().map(|(b, _)| *b));
         zeros
     }

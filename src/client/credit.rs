@@ -64,14 +64,30 @@ impl Credits {
         self.take_from(hint).or_else(|| self.search())
     }
 
+    /// Takes the block at a place, if it is credit.
+    #[inline]
+    pub fn take_at(&self, position: Position, slot: u32) -> Option<Spare> {
+        if slot >= self.slots {
+            return None;
+        }
+        let (word, bit) = self.word(position, slot);
+        self.take_among(word, bit)
+    }
+
     #[inline]
     fn take_from(&self, word: usize) -> Option<Spare> {
+        self.take_among(word, u64::MAX)
+    }
+
+    /// Takes any block of a word that is among `which`.
+    #[inline]
+    fn take_among(&self, word: usize, which: u64) -> Option<Spare> {
         let bits = &self.bits[word];
-        let mut seen = bits.load(Ordering::Relaxed);
+        let mut seen = bits.load(Ordering::Relaxed) & which;
         while seen != 0 {
             let bit = seen & seen.wrapping_neg();
             // Acquire: what was written before the bit was set (life, zeros) is seen by whoever clears it.
-            seen = bits.fetch_and(!bit, Ordering::Acquire);
+            seen = bits.fetch_and(!bit, Ordering::Acquire) & which;
             if seen & bit != 0 {
                 let position = (word / self.words_per_extent) as Position;
                 let slot = (word % self.words_per_extent) as u32 * 64 + bit.trailing_zeros();
@@ -114,11 +130,6 @@ impl Credits {
     /// How many blocks there are. Other threads may change it at any time.
     pub fn count(&self) -> u32 {
         self.bits.iter().map(|w| w.load(Ordering::Relaxed).count_ones()).sum()
-    }
-
-    /// Whether there are none, without counting.
-    pub fn is_empty(&self) -> bool {
-        self.bits.iter().all(|w| w.load(Ordering::Relaxed) == 0)
     }
 }
 
@@ -184,6 +195,6 @@ mod tests {
         let taken = std::iter::from_fn(|| credits.take()).map(|s| (s.position, s.slot));
         let taken: std::collections::BTreeSet<_> = taken.collect();
         assert_eq!(taken.len(), (EXTENTS * SLOTS) as usize);
-        assert!(credits.is_empty() && credits.take().is_none());
+        assert!(credits.count() == 0 && credits.take().is_none());
     }
 }

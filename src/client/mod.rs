@@ -217,7 +217,7 @@ struct Shared {
     arena: Arena,
     formats: Mutex<Vec<Arc<Format>>>,
     /// Which format a request for blocks was about, until its reply has been taken in.
-    asked: Mutex<HashMap<u64, Arc<Format>>>,
+    asked: Mutex<HashMap<u64, (Arc<Format>, u64)>>,
     /// Sessions that the broker wants back, and when it ends them.
     wanted: Mutex<HashMap<u64, Instant>>,
     /// The first damaged block of sessions that have one.
@@ -455,7 +455,7 @@ impl ClientProfile {
 
     /// Gives all credit back to the broker.
     pub fn release_credit(&self) -> Result<(), Error> {
-        self.client.release_surplus(&self.format, 0)
+        self.client.release_surplus(&self.format, 0, None)
     }
 }
 
@@ -520,7 +520,7 @@ impl Shared {
         let reply = link.call(verb, session, self.options.timeout, fill);
         if matches!(reply, Err(Error::Timeout(_))) {
             // The answer may still come, and with it blocks.
-            lock(&self.asked).insert(link.last_sequence(), format.clone());
+            lock(&self.asked).insert(link.last_sequence(), (format.clone(), session));
         }
         self.take_in(link)?;
         let (_, blocks) = self.take_over_credit(link, reply?)?;
@@ -536,7 +536,7 @@ impl Shared {
     ) -> Result<(), Error> {
         let mut link = self.link()?;
         let sequence = link.send(Verb::Grow, session, self.options.timeout, fill)?;
-        lock(&self.asked).insert(sequence, format.clone());
+        lock(&self.asked).insert(sequence, (format.clone(), session));
         Ok(())
     }
 
@@ -558,7 +558,8 @@ impl Shared {
                 }
                 Some(_) | None if message.sequence == 0 => {}
                 _ => {
-                    let Some(format) = lock(&self.asked).remove(&message.sequence) else { continue };
+                    let asked = lock(&self.asked).remove(&message.sequence);
+                    let Some((format, _)) = asked else { continue };
                     // Refused ahead of need: the next request that really needs blocks will be told why.
                     if message.verdict().is_err() {
                         continue;
@@ -574,7 +575,12 @@ impl Shared {
 
     /// Whether an answer to [`ask_ahead`](Self::ask_ahead) is still to come.
     fn is_asked(&self, format: &Arc<Format>) -> bool {
-        lock(&self.asked).values().any(|f| Arc::ptr_eq(f, format))
+        lock(&self.asked).values().any(|(f, _)| Arc::ptr_eq(f, format))
+    }
+
+    /// Whether a session waits for one.
+    fn has_asked(&self, session: u64) -> bool {
+        lock(&self.asked).values().any(|(_, by)| *by == session)
     }
 
     /// Maps what came with a grant. Returns the tokens that it names, and its blocks with their flags.
@@ -648,10 +654,16 @@ impl Shared {
         Ok(())
     }
 
-    /// Gives all credit but `keep` blocks back to the broker.
-    fn release_surplus(&self, format: &Arc<Format>, keep: u32) -> Result<(), Error> {
+    /// Gives all credit but `keep` blocks back to the broker: `first`, which has been taken for this, and then any.
+    fn release_surplus(&self, format: &Arc<Format>, keep: u32, first: Option<Spare>) -> Result<(), Error> {
+        first.into_iter().for_each(|spare| format.credits.give(spare));
         let surplus = format.credits.count().saturating_sub(keep) as usize;
-        let spares: Vec<_> = std::iter::from_fn(|| format.credits.take()).take(surplus).collect();
+        if surplus == 0 {
+            return Ok(());
+        }
+        let first = first.and_then(|s| format.credits.take_at(s.position, s.slot));
+        let rest = std::iter::from_fn(|| format.credits.take());
+        let spares: Vec<_> = first.into_iter().chain(rest).take(surplus).collect();
         self.free(format, spares)
     }
 

@@ -63,6 +63,8 @@ pub struct Session {
     entries: Vec<Entry>,
     /// The broker knows the entries below.
     reported: usize,
+    /// The block that was taken last: its neighbour is the one to take next.
+    last: Option<Spare>,
     sealed: usize,
     views: Vec<View>,
 }
@@ -80,6 +82,7 @@ impl Session {
             table: Vec::new(),
             entries: Vec::new(),
             reported: 0,
+            last: None,
             sealed: 0,
             views: Vec::new(),
         }
@@ -191,6 +194,7 @@ impl Session {
         let copies = self.shared_in(self.tokens..tokens);
         let spares = self.take(more + copies.len())?;
         let (for_copies, for_more) = spares.split_at(copies.len());
+        self.last = for_more.last().copied().or(self.last);
         self.replace_all(&copies, for_copies)?;
         for (i, spare) in for_more.iter().enumerate() {
             if self.zero && !spare.zero {
@@ -201,8 +205,8 @@ impl Session {
                 return Err(e);
             }
         }
-        // The last spare block is taken: the next one is asked for now, so that it is there in time.
-        if !spares.is_empty() && self.client.options.credit_ahead > 0 && self.format.credits.is_empty() {
+        // The next one is asked for now, so that it is there in time.
+        if !spares.is_empty() {
             self.ask_ahead();
         }
         Ok(())
@@ -252,10 +256,18 @@ impl Session {
         if count > MAX_FDS && count > self.format.credits.count() as usize {
             self.refuse_if_short(count)?;
         }
+        let credits = &self.format.credits;
         let mut got: Vec<Spare> = Vec::with_capacity(count);
         let from_credit = |got: &mut Vec<Spare>| {
-            let missing = count - got.len();
-            got.extend(std::iter::from_fn(|| self.format.credits.take()).take(missing));
+            while got.len() < count {
+                // Its own neighbour first: then a session's blocks lie side by side, and leave whole extents when it ends.
+                let last = got.last().copied().or(self.last);
+                let next = last.and_then(|s| credits.take_at(s.position, s.slot + 1));
+                match next.or_else(|| credits.take()) {
+                    Some(spare) => got.push(spare),
+                    None => break,
+                }
+            }
         };
         from_credit(&mut got);
         if got.len() < count && self.client.is_asked(&self.format) {
@@ -329,12 +341,17 @@ impl Session {
         Ok(got)
     }
 
+    /// Asks for what this session will need next, unless all sessions together have as much ahead as they may.
     fn ask_ahead(&mut self) {
-        if self.client.is_asked(&self.format) || self.entries.len() - self.reported > REPORT_BLOCKS {
+        let want = self.client.options.credit_ahead;
+        let most = want.saturating_mul(self.format.sessions.load(Ordering::Relaxed) as u32);
+        if want == 0 || self.client.has_asked(self.id) || self.format.credits.count() >= most {
+            return;
+        }
+        if self.entries.len() - self.reported > REPORT_BLOCKS {
             return;
         }
         let (report, blocks) = self.report();
-        let want = self.client.options.credit_ahead;
         let asked = self.client.ask_ahead(&self.format, self.id, |w| {
             w.put(&wire::Grow { report, want: want.into(), least: 0.into() });
             w.put_blocks(blocks.iter().copied());
@@ -804,10 +821,11 @@ impl Drop for Session {
         });
         super::lock(&self.client.wanted).remove(&self.id);
         super::lock(&self.client.damaged).remove(&self.id);
-        // A process without sessions needs nothing ahead; one with others keeps what it would ask for anyway.
-        let last = self.format.sessions.fetch_sub(1, Ordering::Relaxed) == 1;
-        let keep = if last { 0 } else { self.client.options.credit_ahead };
-        let surplus = closed.and_then(|_| self.client.release_surplus(&self.format, keep));
+        // A process without sessions needs nothing ahead; one with others keeps what they would ask for anyway.
+        let others = self.format.sessions.fetch_sub(1, Ordering::Relaxed) - 1;
+        let keep = self.client.options.credit_ahead.saturating_mul(others as u32);
+        let next = self.last.and_then(|s| self.format.credits.take_at(s.position, s.slot + 1));
+        let surplus = closed.and_then(|_| self.client.release_surplus(&self.format, keep, next));
         match surplus {
             Ok(()) | Err(Error::Lost(_) | Error::Forked) => {}
             Err(e) => log::warn!("session {} was not closed: {e}", self.id),

@@ -62,6 +62,8 @@ pub struct Take {
     pub cut: Cut,
     /// Right after this place if it is free, so that a session's blocks lie side by side.
     pub near: Option<Place>,
+    /// Else in a clean extent, although there are free places in others.
+    pub whole: bool,
     /// Extents that the tenant may have more than now.
     pub new_extents: u32,
     /// Extents that the client may get to know by this grant.
@@ -298,16 +300,11 @@ impl Pool {
             }
         }
         let home = Some(take.client);
-        let at_home =
-            self.books.open.get(&(tenant, format, home)).and_then(|set| set.first()).map(|(_, e)| *e);
-        let elsewhere = || {
-            let all = (tenant, format, None)..=(tenant, format, Some(ClientId(u64::MAX)));
-            self.books.open.range(all).filter_map(|(_, set)| set.first()).min().map(|(_, e)| *e)
-        };
-        let known = |e: &ExtentId| take.new_descriptors > 0 || self.is_holder(*e, take.client);
-        let extent = match at_home.filter(known).or_else(|| elsewhere().filter(known)) {
+        let may_adopt = take.new_extents > 0 && take.new_descriptors > 0;
+        let whole = if take.whole && may_adopt { self.adopt(take) } else { None };
+        let extent = match whole.or_else(|| self.open_extent(take)) {
             Some(extent) => extent,
-            None if take.new_extents > 0 && take.new_descriptors > 0 => self.adopt(take)?,
+            None if may_adopt => self.adopt(take)?,
             None => return None,
         };
         let slots = &self.extents[&extent].owned()?.slots;
@@ -316,6 +313,19 @@ impl Pool {
             self.rehome(extent, home);
         }
         Some(Place { extent, slot })
+    }
+
+    /// The fullest extent with a free place: where the client lives, else where another one of the tenant does.
+    fn open_extent(&self, take: &Take) -> Option<ExtentId> {
+        let (tenant, format) = (take.tenant, take.cut.format);
+        let known = |e: &ExtentId| take.new_descriptors > 0 || self.is_holder(*e, take.client);
+        let open = &self.books.open;
+        let at_home = open.get(&(tenant, format, Some(take.client))).and_then(|set| set.first());
+        let elsewhere = || {
+            let all = (tenant, format, None)..=(tenant, format, Some(ClientId(u64::MAX)));
+            open.range(all).filter_map(|(_, set)| set.first()).min().map(|(_, e)| *e)
+        };
+        at_home.map(|(_, e)| *e).filter(known).or_else(|| elsewhere().filter(known))
     }
 
     /// Cuts a clean extent for a tenant.

@@ -66,16 +66,16 @@ fn connect(socket: &Path, label: &str) -> Result<(Client, ClientProfile), Failur
     Ok((client, profile))
 }
 
-fn open(client: &Client, profile: &ClientProfile, priority: u8) -> Result<Session, Failure> {
-    // What the high one is timed for is to be granted, not to write zeros over what it has had before.
-    Ok(client.open(profile, OpenOptions { priority, zero: false, ..OpenOptions::default() })?)
+/// `zero`: what is granted reads as zero, as by default. What another process has written is zeroed in any case.
+fn open(client: &Client, profile: &ClientProfile, priority: u8, zero: bool) -> Result<Session, Failure> {
+    Ok(client.open(profile, OpenOptions { priority, zero, ..OpenOptions::default() })?)
 }
 
 /// A background report that never ends: takes block after block, gives its session up when it is asked to, and begins anew.
 fn saturate(socket: &Path) -> Result<(), Failure> {
     let (client, profile) = connect(socket, "low")?;
     loop {
-        let mut session = open(&client, &profile, LOW)?;
+        let mut session = open(&client, &profile, LOW, false)?;
         let mut tokens = 0;
         while session.wanted_back().is_none() {
             match session.ensure((tokens + 16).min(LOW_TOKENS)) {
@@ -107,32 +107,41 @@ fn measure(directory: &Path) -> Result<(), Failure> {
         }
         std::thread::sleep(Duration::from_millis(10));
     }
-    let beside_burning = {
-        let _burning = neighbours(&["--burn"])?;
-        rounds(&socket, |_| true)?
-    };
-    let beside_full = {
-        let path = socket.to_str().ok_or("the directory's name is not UTF-8")?;
-        let _low = neighbours(&["--low", path])?;
-        // The pool is full when not even one extent is left.
-        rounds(&socket, |room| room < 8)?
-    };
-    let at = |times: &[Duration], part: usize| times[(times.len() * part / 1000).min(times.len() - 1)].as_secs_f64() * 1e6;
-    let (full, burning) = (at(&beside_full, 500), at(&beside_burning, 500));
-    let note = format!(
-        "{full:.0} us against {burning:.0} us: open, admit and ensure {TOKENS} tokens, beside {NEIGHBOURS} sessions of low \
-         priority that fill the pool, against {NEIGHBOURS} that burn the processors; medians of {}",
-        beside_full.len()
-    );
-    at_most("admission/high-priority", full / burning, 2.0, note);
-    for (name, times) in [("full", &beside_full), ("burning", &beside_burning)] {
-        reported(format!("admission/p99-{name}"), at(times, 990), "us", "99th of 100; shared cores, so without a bar");
+    let path = socket.to_str().ok_or("the directory's name is not UTF-8")?;
+    for (name, zero) in [("high-priority", true), ("unzeroed", false)] {
+        let beside_burning = {
+            let _burning = neighbours(&["--burn"])?;
+            rounds(&socket, zero, |_| true)?
+        };
+        let beside_full = {
+            let _low = neighbours(&["--low", path])?;
+            // The pool is full when not even one extent is left.
+            rounds(&socket, zero, |room| room < 8)?
+        };
+        let at = |times: &[Duration], part: usize| {
+            times[(times.len() * part / 1000).min(times.len() - 1)].as_secs_f64() * 1e6
+        };
+        let (full, burning) = (at(&beside_full, 500), at(&beside_burning, 500));
+        let what = format!(
+            "{full:.0} us against {burning:.0} us: open, admit and ensure {TOKENS} tokens, beside {NEIGHBOURS} sessions of low \
+             priority that fill the pool, against {NEIGHBOURS} that burn the processors; medians of {}",
+            beside_full.len()
+        );
+        if zero {
+            at_most("admission/high-priority", full / burning, 2.0, format!("{what}; blocks read as zero on both sides"));
+        } else {
+            let why = "who gets back what it has had itself writes no zeros; what comes from others is zeroed all the same";
+            reported("admission/unzeroed", full / burning, "x", format!("{what}; {why}"));
+        }
+        for (side, times) in [("full", &beside_full), ("burning", &beside_burning)] {
+            reported(format!("admission/{name}-p99-{side}"), at(times, 990), "us", "99th of 100; shared cores, so without a bar");
+        }
     }
     Ok(())
 }
 
 /// The high one's rounds, each begun when the pool's room is as `is_so` says. Sorted.
-fn rounds(socket: &Path, is_so: impl Fn(u64) -> bool) -> Result<Vec<Duration>, Failure> {
+fn rounds(socket: &Path, zero: bool, is_so: impl Fn(u64) -> bool) -> Result<Vec<Duration>, Failure> {
     let (client, profile) = connect(socket, "high")?;
     let mut times = Vec::with_capacity(ROUNDS);
     for round in 0..ROUNDS + WARM_UP {
@@ -144,7 +153,7 @@ fn rounds(socket: &Path, is_so: impl Fn(u64) -> bool) -> Result<Vec<Duration>, F
             std::thread::sleep(Duration::from_millis(1));
         }
         let began = Instant::now();
-        let mut session = open(&client, &profile, 0)?;
+        let mut session = open(&client, &profile, 0, zero)?;
         match session.admit(TOKENS, true)? {
             Admission::Admitted => session.ensure(TOKENS)?,
             other => return Err(format!("not admitted: {other:?}").into()),

@@ -138,7 +138,7 @@ impl Ours {
             let (mut chain, mut own) = (Vec::new(), Vec::new());
             for tokens in prompt.chunks_exact(PER_BLOCK) {
                 name = child(&name, tokens);
-                let take = Take { tenant: TENANT, client, cut, near: None, new_extents: 85, new_descriptors: 85 };
+                let take = Take { tenant: TENANT, client, cut, near: None, whole: false, new_extents: 85, new_descriptors: 85 };
                 let block = pool.take(&take).expect("the pool has room").block;
                 pool.add_holder(block.place.extent, client);
                 pool.hold(block, client).expect("it is credit");
