@@ -46,7 +46,11 @@ impl Broker {
 
     /// Extents that are asked for now.
     pub(super) fn asked_extents(&self) -> usize {
-        self.asked_back.values().filter(|a| a.until.is_some()).count()
+        // One whose last holder has just gone has come back already, and is counted where it is now.
+        let is_asked = |(extent, asked): &(&ExtentId, &Asked)| {
+            asked.until.is_some() && self.state.pool.is_wanted_back(**extent)
+        };
+        self.asked_back.iter().filter(is_asked).count()
     }
 
     /// Blocks of this cut that will be there if everybody gives back what is asked for now.

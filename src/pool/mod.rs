@@ -671,6 +671,11 @@ impl Pool {
         self.extents.get(&extent).and_then(Extent::owned).is_some_and(|o| o.aside)
     }
 
+    /// Whether an extent is wanted back.
+    pub fn is_wanted_back(&self, extent: ExtentId) -> bool {
+        self.extents.get(&extent).and_then(Extent::owned).is_some_and(|o| o.wanted_back)
+    }
+
     /// Extents that are wanted back.
     pub fn wanted_back(&self) -> impl Iterator<Item = (ExtentId, &Owned)> {
         self.extents.iter().filter_map(|(id, e)| Some((*id, e.owned()?))).filter(|(_, o)| o.wanted_back)
