@@ -67,7 +67,7 @@ impl Broker {
         let chains: Vec<_> = named.map(|(chain, _)| *chain).collect();
         let mut report = EvictReport::default();
         for chain in chains {
-            let names = self.state.prefixes.chain(&chain);
+            let names = self.state.prefixes.pinned_for(&chain);
             if let Some(pin) = self.unpin(&chain) {
                 report.unpinned.push(PinReport::of(&chain, &pin));
             }

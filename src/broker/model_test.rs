@@ -261,6 +261,8 @@ struct Model {
     warmth: BTreeMap<ExtentId, u64>,
     clock: u64,
     cached: BTreeSet<BlockId>,
+    /// The chain that was pinned last.
+    pinned: Option<Name>,
     /// Clients that were told to close an extent and have neither said so nor got it again.
     told: BTreeSet<(ExtentId, u64)>,
     /// How often the worker found an extent in others' hands.
@@ -955,6 +957,7 @@ impl Model {
                     return Err(Fault::OverLimit);
                 }
                 let chain = s.names[*blocks as usize - 1].clone();
+                self.pinned = Some(chain.clone());
                 let mut changed = 0;
                 let names = s.names[first as usize..*blocks as usize].iter().cloned();
                 let own: Vec<_> = names.zip(s.table[(first - s.head) as usize..].to_vec()).collect();
@@ -1808,6 +1811,11 @@ impl Run {
         self.broker.verify().unwrap();
         assert!(!self.broker.frozen);
         let state = &self.broker.state;
+        // Of a pinned chain the end may not be in the index, if its block has another name.
+        for (chain, _) in state.prefixes.pins() {
+            let last = || self.model.pinned.clone().expect("somebody has pinned it");
+            self.names.entry(*chain).or_insert_with(last);
+        }
         assert_eq!(state.sessions.len(), self.model.sessions.len());
         for (id, s) in &state.sessions {
             let m = &self.model.sessions[&id.0];
@@ -1975,12 +1983,9 @@ impl Run {
     }
 
     fn unpin(&mut self, chain: Digest) {
-        let end = self.broker.state.prefixes.get(&chain);
-        let name = end.and_then(|b| self.model.lives[&b].published.clone());
+        let name = self.names[&chain].clone();
         self.log.push(format!("{name:?} is unpinned"));
-        if let Some(name) = name {
-            self.model.unpin(&name);
-        }
+        self.model.unpin(&name);
         assert!(self.broker.unpin(&chain).is_some());
     }
 

@@ -396,6 +396,18 @@ impl Prefixes {
         (before != node.pins.is_empty()).then_some(node.block)
     }
 
+    /// The names of the blocks that are pinned for a chain, from its end to its start: also those beyond a block that has
+    /// left the index because it was damaged. Looks at every block.
+    pub fn pinned_for(&self, chain: &Digest) -> Vec<Digest> {
+        let mut all = self.chain(chain);
+        let in_chain: BTreeSet<Digest> = all.iter().copied().collect();
+        let pinned = self.tree.iter().filter(|(_, e)| e.node.pins.contains(chain)).map(|(_, e)| e.name);
+        let mut rest: Vec<Digest> = pinned.filter(|name| !in_chain.contains(name)).collect();
+        rest.sort_by_cached_key(|name| std::cmp::Reverse(self.chain(name).len()));
+        all.extend(rest);
+        all
+    }
+
     /// Whether `name` is pinned already, by whatever chain.
     pub fn is_pinned(&self, name: &Digest) -> bool {
         self.node(name).is_some_and(|n| !n.pins.is_empty())
@@ -679,6 +691,20 @@ mod tests {
         index.let_go(block(5).place);
         assert_eq!(index.evict_at(block(3).place), [block(5), block(4), block(3)]);
         index.check().unwrap();
+    }
+
+    #[test]
+    fn what_a_chain_pins_is_known_beyond_a_block_that_is_gone() {
+        let mut index = Prefixes::default();
+        for (name, parent) in [(1, None), (2, Some(1)), (3, Some(2)), (4, Some(1))] {
+            publish(&mut index, name, parent);
+        }
+        (1..=3).for_each(|n| _ = index.pin(&[n; 32], [3; 32], true));
+        assert_eq!(index.pinned_for(&[3; 32]), [[3; 32], [2; 32], [1; 32]]);
+        index.forget(block(2).place);
+        assert_eq!(index.pinned_for(&[3; 32]), [[3; 32], [1; 32]]);
+        index.forget(block(3).place);
+        assert_eq!(index.pinned_for(&[3; 32]), [[1; 32]]);
     }
 
     #[test]

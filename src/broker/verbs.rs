@@ -632,7 +632,7 @@ impl Broker {
 
     pub(super) fn lift_pin(&mut self, chain: &prefix::Digest) -> Option<prefix::Pin> {
         let pin = self.set_pin(*chain, None)?;
-        for name in self.state.prefixes.chain(chain) {
+        for name in self.state.prefixes.pinned_for(chain) {
             self.set_pinned(&name, *chain, false);
         }
         Some(pin)
