@@ -60,6 +60,16 @@ impl ExtentId {
     }
 }
 
+impl SessionId {
+    /// None comes before it.
+    pub(crate) const FIRST: Self = SessionId(0);
+
+    /// The least that comes after it.
+    pub(crate) fn next(self) -> Self {
+        SessionId(self.0 + 1)
+    }
+}
+
 impl fmt::Display for ExtentId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "extent {}", self.0)

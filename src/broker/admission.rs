@@ -266,6 +266,7 @@ impl Broker {
         self.stirred = true;
         self.end_promise(id);
         let Some(session) = self.state.sessions.remove(&id) else { return };
+        self.tables.change(session.tenant, session.table.len(), 0);
         self.state.counters.sessions_lost += 1;
         let mut kept = Vec::new();
         for block in session.table.iter().rev() {

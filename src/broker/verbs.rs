@@ -206,6 +206,7 @@ impl Broker {
             return Err(Refused::new(Fault::OverLimit, text).numbers(u64::from(most) + 1, most.into()));
         }
         c.sessions.insert(id);
+        self.tables.change(session.tenant, 0, session.table.len());
         self.state.next_session += 1;
         self.state.sessions.insert(id, session);
         Ok(id)
@@ -269,12 +270,15 @@ impl Broker {
         let s = self.session_mut(id);
         // Entries behind the report stay: a long table is reported in several messages.
         let until = s.table.len().min(at + new.len());
+        let before = s.table.len();
         let old: Vec<BlockId> = s.table.splice(at..until, new.iter().copied()).collect();
+        let after = s.table.len();
         s.tokens = report.tokens.get();
         let changed = (0..old.len()).find(|&i| new[i] != old[i]);
         if let Some(changed) = changed {
             s.unseal_from(first + changed as u32);
         }
+        self.tables.change(tenant, before, after);
         for (i, claim) in new.iter().enumerate() {
             if old.get(i) != Some(claim) {
                 self.state.pool.hold(*claim, client)?;
@@ -356,10 +360,13 @@ impl Broker {
         let to_credit = (!release).then_some(client);
         let old_head = s.head;
         let s = self.session_mut(id);
+        let (tenant, before) = (s.tenant, s.table.len());
         let tail = s.table.split_off((keep.max(old_head) - old_head) as usize);
         s.unseal_from(keep);
         let front = s.drop_head(head);
         s.tokens = tokens;
+        let after = s.table.len();
+        self.tables.change(tenant, before, after);
         let (mut returned, mut freed) = (Vec::new(), 0);
         for block in tail.into_iter().rev().chain(front) {
             // What one reply cannot name is freed: credit that its owner does not know of would be lost. And credit is any
@@ -407,8 +414,10 @@ impl Broker {
         r.end()?;
         self.apply_report(client, id, &report, used)?;
         self.begins("no new session")?;
+        let s = self.session(client, id)?;
+        self.may_name(s.tenant, s.table.len(), "fork shorter ones")?;
         // What was promised to the one is not promised to the other.
-        let twin = Session { promised: 0, admitted: 0, ..self.session(client, id)?.clone() };
+        let twin = Session { promised: 0, admitted: 0, ..s.clone() };
         let blocks = twin.table.clone();
         self.may_fork(id, &blocks)?;
         let new = self.add_session(twin)?;
@@ -658,6 +667,8 @@ impl Broker {
             );
             return Err(Refused::bad(text));
         }
+        // By what could be found: what is there is looked at, and counted as a look-up, only by a request that is served.
+        self.may_name(s.tenant, (tokens.len() / per_block).min(MAX_BLOCKS), "attach fewer tokens at a time")?;
         let mut name = match s.names.last() {
             Some(name) => *name,
             None => prefix::root(s.tenant, &s.model, profile),
@@ -707,6 +718,7 @@ impl Broker {
         s.table.extend(&found);
         s.names.extend(names);
         s.walk = walk;
+        self.tables.change(tenant, 0, found.len());
         let blocks = found.into_iter().map(|b| (b, wire::SEALED)).collect();
         done(self.grant_reply(held as u64, blocks))
     }

@@ -59,6 +59,10 @@ impl Hold {
         self.session
     }
 
+    pub(super) fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
     pub(super) fn is_alone(&self) -> bool {
         self.alone
     }
@@ -474,6 +478,9 @@ impl Broker {
             }
         }
         self.admit_window(id, s.tenant, old)?;
+        let replaced = old.and_then(|old| self.state.windows.get(&old)).map_or(0, |h| h.blocks.len());
+        let more = (count as usize).saturating_sub(replaced);
+        self.may_name(s.tenant, more, "make windows over fewer blocks")?;
         let at = (first - s.head) as usize;
         let blocks = s.table[at..at + count as usize].to_vec();
         if let Some(copy) = blocks.iter().position(|b| b.place.extent.is_copy()) {
@@ -1165,20 +1172,38 @@ impl Broker {
     pub(super) fn window_refs(&self) -> Result<BTreeMap<Place, u32>, String> {
         let mut refs: BTreeMap<Place, u32> = BTreeMap::new();
         for (id, h) in &self.state.windows {
-            if !h.closing && !self.state.sessions.contains_key(&h.session) {
-                return Err(format!("window {id} is open without its {}", h.session));
-            }
+            self.check_window(*id, h)?;
             for block in &h.blocks {
+                self.check_under(*id, *block)?;
                 *refs.entry(block.place).or_default() += 1;
-                if !matches!(self.state.pool.check_claim(*block), Ok(Block::Held { .. })) {
-                    return Err(format!("{block} under window {id} is not held"));
-                }
             }
         }
         if refs != self.windows.cover {
             return Err("the count of windows over each place differs from the windows".into());
         }
         Ok(refs)
+    }
+
+    /// What is true of a window whatever is under it.
+    pub(super) fn check_window(&self, id: u64, h: &Hold) -> Result<(), String> {
+        match h.closing || self.state.sessions.contains_key(&h.session) {
+            true => Ok(()),
+            false => Err(format!("window {id} is open without its {}", h.session)),
+        }
+    }
+
+    /// What is true of one block under it.
+    pub(super) fn check_under(&self, id: u64, block: BlockId) -> Result<(), String> {
+        match self.state.pool.check_claim(block) {
+            Ok(Block::Held { .. }) => Ok(()),
+            _ => Err(format!("{block} under window {id} is not held")),
+        }
+    }
+
+    /// Blocks that the tenant's windows list, those included that are closed and still held.
+    pub(super) fn blocks_under_windows(&self, tenant: Tenant) -> u64 {
+        let mine = self.state.windows.values().filter(|h| h.tenant == tenant);
+        mine.map(|h| h.blocks.len() as u64).sum()
     }
 
     /// Bytes of staging buffers, of which the pool knows nothing.

@@ -27,6 +27,7 @@ struct Role {
     files: Vec<std::fs::File>,
     view: Option<PlaneView>,
     crowd: Crowd,
+    raws: Vec<Raw>,
 }
 
 fn answer(text: &str) {
@@ -61,6 +62,7 @@ fn a_client_process_does_what_it_is_told() {
         files: Vec::new(),
         view: None,
         crowd: Crowd::default(),
+        raws: Vec::new(),
     };
     answer("ready");
     for line in std::io::stdin().lock().lines() {
@@ -219,6 +221,32 @@ impl Role {
             "make-room" => {
                 self.crowd = Crowd::default();
                 "ok".into()
+            }
+            "connect" => {
+                // Connections on which nothing is said; the daemon may refuse them, and then says so on them.
+                let socket = std::env::var_os(ROLE).unwrap();
+                self.raws.extend((0..n[0]).filter_map(|_| Raw::connect(socket.as_ref()).ok()));
+                "ok".into()
+            }
+            "hang-up" => {
+                self.raws.clear();
+                "ok".into()
+            }
+            "greet-all" => {
+                self.raws.iter_mut().for_each(|raw| _ = raw.greet());
+                "ok".into()
+            }
+            "reserve-all" => {
+                // Asked for on all connections, and no answer waited for.
+                for raw in &mut self.raws {
+                    let want = wire::Reserve { format: (n[0] as u32).into(), want: (n[1] as u32).into() };
+                    raw.send(Verb::Reserve, 0, |w| _ = w.put(&want)).unwrap();
+                }
+                "ok".into()
+            }
+            "granted" => {
+                let granted = |raw: &mut Raw| raw.receive().is_some_and(|r| r.fault.is_none());
+                self.raws.iter_mut().map(granted).filter(|g| *g).count().to_string()
             }
             "exit" => std::process::exit(0),
             "churn" => self.churn(n[0] as u64),
