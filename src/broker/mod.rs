@@ -410,7 +410,8 @@ struct Client {
     pid: i32,
     label: String,
     greeted: bool,
-    formats: BTreeSet<FormatId>,
+    /// In the order in which they were registered: the first one is the connection's format 1.
+    formats: Vec<FormatId>,
     sessions: BTreeSet<SessionId>,
     /// Sessions that ended without its doing, until it agrees: with the blocks that it may still write.
     lost: BTreeMap<SessionId, Vec<BlockId>>,
@@ -466,14 +467,17 @@ struct State {
     formats: BTreeMap<FormatId, Format>,
     next_client: u64,
     clients: BTreeMap<ClientId, Client>,
-    next_session: u64,
+    sessions_born: u64,
+    /// The number of each tenant's youngest session.
+    session_numbers: BTreeMap<Tenant, u64>,
     sessions: BTreeMap<SessionId, Session>,
     prefixes: prefix::Prefixes,
     common: common::Common,
     tenancy: tenant::Tenancy,
     /// Blocks that have been promised to sessions and not been granted yet.
     promises: BTreeMap<(Tenant, FormatId), u64>,
-    next_window: u64,
+    /// The number of each tenant's youngest window.
+    window_numbers: BTreeMap<Tenant, u32>,
     windows: BTreeMap<u64, window::Hold>,
     /// Extents that the pool was to have.
     wanted_extents: u32,
@@ -571,7 +575,8 @@ impl Broker {
             formats: BTreeMap::new(),
             next_client: 1,
             clients: BTreeMap::new(),
-            next_session: 1,
+            sessions_born: 0,
+            session_numbers: BTreeMap::new(),
             sessions: BTreeMap::new(),
             prefixes: prefix::Prefixes::new(policy.eviction),
             common: common::Common::default(),
@@ -581,7 +586,7 @@ impl Broker {
                 named: policy.tenants.clone(),
             },
             promises: BTreeMap::new(),
-            next_window: 1,
+            window_numbers: BTreeMap::new(),
             windows: BTreeMap::new(),
             wanted_extents: 0,
             last_granted: BTreeMap::new(),
@@ -667,7 +672,7 @@ impl Broker {
             pid: peer.pid,
             label: String::new(),
             greeted: false,
-            formats: BTreeSet::new(),
+            formats: Vec::new(),
             sessions: BTreeSet::new(),
             lost: BTreeMap::new(),
         };
@@ -741,7 +746,8 @@ impl Broker {
             self.recorder.pop_front();
         }
         self.recorder.push_back((client, verb, header.session.get()));
-        match self.dispatch(client, verb, SessionId(header.session.get()), body) {
+        let session = SessionId { tenant: self.client(client).tenant, number: header.session.get() };
+        match self.dispatch(client, verb, session, body) {
             Ok(Answer::Now(reply)) => self.reply(client, verb, sequence, reply),
             Ok(Answer::Later) => {
                 self.waiting.insert(client, Waiting::Extents(message.to_vec()));

@@ -235,7 +235,10 @@ struct Waiter {
 struct Model {
     /// Client to uid and the formats' numbers.
     clients: BTreeMap<u64, (u32, Vec<u32>)>,
+    /// By birth, over all tenants.
     sessions: BTreeMap<u64, Sequence>,
+    /// Of every session that ever was, by birth: its tenant, and what that one calls it.
+    numbers: BTreeMap<u64, (u32, u64)>,
     /// Blocks in use.
     lives: BTreeMap<BlockId, Life>,
     /// The newest life of each place that was ever granted, and to whom that was.
@@ -279,6 +282,30 @@ struct Model {
 }
 
 impl Model {
+    /// A session is born to a client: how many there were before it in all, and what its tenant calls it.
+    fn born(&mut self, client: u64) -> (u64, u64) {
+        let uid = self.clients[&client].0;
+        let number = 1 + self.numbers.values().filter(|(of, _)| *of == uid).count() as u64;
+        let id = 1 + self.numbers.len() as u64;
+        self.numbers.insert(id, (uid, number));
+        (id, number)
+    }
+
+    /// What the client says when it means a session. Another tenant's it has no word for.
+    fn called(&self, client: u64, session: u64) -> u64 {
+        match self.numbers.get(&session) {
+            Some((uid, number)) if *uid == self.clients[&client].0 => *number,
+            Some(_) => 1 << 40 | session,
+            None => session,
+        }
+    }
+
+    /// Which session a client's tenant calls so.
+    fn meant(&self, client: u64, number: u64) -> u64 {
+        let named = (self.clients[&client].0, number);
+        *self.numbers.iter().find(|(_, n)| **n == named).expect("a session of this tenant").0
+    }
+
     fn refs(&self, block: BlockId) -> usize {
         self.sessions.values().flat_map(|s| &s.table).filter(|b| **b == block).count()
     }
@@ -1250,12 +1277,14 @@ impl Run {
                     taken.entry(ExtentId(give.extent.get())).or_default().insert(event.to.0);
                 }
                 Event::ReclaimSession => {
-                    let id = r.one::<wire::ReclaimSession>().unwrap().session.get();
+                    let number = r.one::<wire::ReclaimSession>().unwrap().session.get();
+                    let id = self.model.meant(event.to.0, number);
                     assert!(self.model.wanted.contains_key(&id), "session {id} is asked for nothing");
                     assert_eq!(self.model.sessions[&id].client, event.to.0);
                 }
                 Event::SessionLost => {
-                    let id = r.one::<wire::Opened>().unwrap().session.get();
+                    let number = r.one::<wire::Opened>().unwrap().session.get();
+                    let id = self.model.meant(event.to.0, number);
                     assert!(self.model.lost.contains_key(&(event.to.0, id)));
                     assert!(told_lost.insert(id));
                 }
@@ -1359,7 +1388,8 @@ impl Run {
             first: r.first.into(),
             used: (r.blocks.len() as u32).into(),
         };
-        let start = |verb| Writer::request(verb, self.number, session);
+        let called = self.model.called(client, session);
+        let start = |verb| Writer::request(verb, self.number, called);
         let mut w;
         match ask {
             Ask::Hello => {
@@ -1586,8 +1616,9 @@ impl Run {
                 self.found += got.iter().filter(|(_, flags)| *flags == wire::SEALED).count() as u64;
             }
             Must::Session => {
-                let id = r.one::<wire::Opened>().unwrap().session.get();
-                assert!(!self.model.sessions.contains_key(&id));
+                let (id, number) = self.model.born(client);
+                let said = (r.one::<wire::Opened>().unwrap().session.get(), header.session.get());
+                assert_eq!(said, (number, number), "sessions are numbered by tenant");
                 let session = match &w.ask {
                     Ask::Open { format, priority, .. } => {
                         let most = self.model.terms(self.model.clients[&client].0).priority;
@@ -1794,7 +1825,8 @@ impl Run {
         let state = &self.broker.state;
         assert_eq!(state.sessions.len(), self.model.sessions.len());
         for (id, s) in &state.sessions {
-            let m = &self.model.sessions[&id.0];
+            let m = &self.model.sessions[&s.born];
+            assert_eq!(self.model.numbers[&s.born], (id.tenant.0, id.number));
             assert_eq!((s.client.0, s.priority), (m.client, m.priority));
             assert_eq!((u64::from(s.promised), u64::from(s.admitted)), (m.promised, m.admitted), "{id}");
             assert_eq!((s.tokens, s.head, &s.table), (m.tokens, m.head, &m.table), "{id}");
@@ -2402,7 +2434,7 @@ fn bytes_that_a_hostile_client_may_send_end_in_a_reply_and_never_in_a_panic() {
 /// with bits turned over.
 fn hostile(run: &Run, client: ClientId, dice: &mut Dice<'_>) -> Vec<u8> {
     let verb = Verb::ALL[dice.roll(Verb::ALL.len())];
-    let sessions: Vec<u64> = run.broker.state.clients[&client].sessions.iter().map(|s| s.0).collect();
+    let sessions: Vec<u64> = run.broker.state.clients[&client].sessions.iter().map(|s| s.number).collect();
     let session = dice.pick(&sessions).unwrap_or(0);
     let mut w = Writer::request(verb, 1 + dice.roll(9) as u64, session);
     let word = |dice: &mut Dice<'_>| match dice.roll(12) {

@@ -363,6 +363,17 @@ impl Wish {
     }
 }
 
+/// What a window is called inside: whose it is, and which of the tenant's. Clients are told the latter only, so that the
+/// numbers do not tell what others make. Numbers have 32 bits; of a longer one there is no window.
+fn key(tenant: Tenant, number: u64) -> u64 {
+    u32::try_from(number).map_or(0, |number| u64::from(tenant.0) << 32 | u64::from(number))
+}
+
+/// What its client calls a window.
+fn number(window: u64) -> u64 {
+    window & u64::from(u32::MAX)
+}
+
 impl Broker {
     /// What this machine has for windows.
     pub fn set_means(&mut self, means: Means) {
@@ -464,7 +475,7 @@ impl Broker {
         let format = &self.state.formats[&s.format];
         let part =
             Part::of(&format.profile, what, page_bytes() as u64).map_err(|e| Refused::bad(e.to_string()))?;
-        let old = Some(ask.window.get()).filter(|w| *w != 0);
+        let old = Some(ask.window.get()).filter(|w| *w != 0).map(|number| key(s.tenant, number));
         if let Some(old) = old {
             let mine = self
                 .state
@@ -472,8 +483,10 @@ impl Broker {
                 .get(&old)
                 .filter(|h| !h.closing && (h.client, h.session, h.what) == (client, id, what));
             if mine.is_none() {
-                let text =
-                    format!("window {old} is not a window of {id} over the same part: it may be closed");
+                let text = format!(
+                    "window {} is not a window of {id} over the same part: it may be closed",
+                    ask.window
+                );
                 return Err(Refused::new(Fault::Stale, text));
             }
         }
@@ -770,8 +783,15 @@ impl Broker {
 
     /// Writes a window down and takes its references.
     fn note(&mut self, how: How, wish: &Wish) -> u64 {
-        let window = self.state.next_window;
-        self.state.next_window += 1;
+        let number = self.state.window_numbers.entry(wish.tenant).or_default();
+        let window = loop {
+            *number = number.wrapping_add(1).max(1);
+            let window = key(wish.tenant, (*number).into());
+            // After four thousand million of them, one of the first may still be there.
+            if !self.state.windows.contains_key(&window) {
+                break window;
+            }
+        };
         // Staged bytes are copies: their blocks may go wherever they like.
         let blocks = if how == How::Bounce { Vec::new() } else { wish.blocks.clone() };
         blocks.iter().for_each(|b| self.cover(*b));
@@ -832,7 +852,8 @@ impl Broker {
         let part =
             Part::of(&format.profile, hold.what, page_bytes() as u64).expect("checked when it was made");
         let bytes = part.bytes * hold.blocks.len() as u64;
-        let mut made = wire::WindowMade { window: window.into(), bytes: bytes.into(), ..Default::default() };
+        let mut made =
+            wire::WindowMade { window: number(window).into(), bytes: bytes.into(), ..Default::default() };
         made.how = how.code().into();
         made.capacity = bytes.into();
         let mut descriptors = Vec::new();
@@ -882,10 +903,11 @@ impl Broker {
 
     /// The verb `close window`.
     pub(super) fn end_window(&mut self, client: ClientId, mut r: Reader<'_>) -> Result<Answer, Refused> {
-        let window = r.one::<wire::CloseWindow>()?.window.get();
+        let number = r.one::<wire::CloseWindow>()?.window.get();
         r.end()?;
+        let window = key(self.client(client).tenant, number);
         if !self.state.windows.get(&window).is_some_and(|h| h.client == client && !h.closing) {
-            return Err(Refused::new(Fault::Stale, format!("window {window} is not on this connection")));
+            return Err(Refused::new(Fault::Stale, format!("window {number} is not on this connection")));
         }
         self.close_window(window, false);
         Ok(Answer::Now(Reply::default()))
@@ -1156,7 +1178,9 @@ impl Broker {
         };
         before.extend(declined);
         let Ok((header, body)) = wire::split(&message) else { return };
-        let (session, sequence) = (SessionId(header.session.get()), header.sequence.get());
+        let (session, sequence) = (header.session.get(), header.sequence.get());
+        let Some(tenant) = self.state.clients.get(&client).map(|c| c.tenant) else { return };
+        let session = SessionId { tenant, number: session };
         let resume = Resume { declined: before, ready };
         match self.window(client, session, Reader::new(Verb::Window.name(), body), resume) {
             Ok(Answer::Now(reply)) => self.reply(client, Verb::Window, sequence, reply),

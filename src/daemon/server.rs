@@ -1,8 +1,8 @@
 //! The loop: readiness in, requests to the broker, messages out.
 //!
 //! Owns all connections. Invariants: every tenant gets its turn, one message at a time, and so does each of its connections
-//! ([`turns`](super::turns)); nothing here blocks; a client is gone from the broker in the same turn in which its connection
-//! or its process has ended; who does not say hello in time is gone too.
+//! ([`turns`](super::turns)); nothing here blocks; a client is gone from the broker in the same turn in which the end of its
+//! connection is read, or its process has ended; who does not say hello in time is gone too.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;

@@ -4,7 +4,7 @@ use std::io::{BufRead, Write};
 use std::time::Duration;
 
 use kvbroker::client::{Client, ClientOptions, ClientProfile, Error, OpenOptions, PlaneView, Session};
-use kvbroker::profile::Kv;
+use kvbroker::profile::{Kv, Profile};
 use kvbroker::wire::{self, Verb, Writer};
 
 use crate::kernel_limits::Crowd;
@@ -227,6 +227,29 @@ impl Role {
                 let socket = std::env::var_os(ROLE).unwrap();
                 self.raws.extend((0..n[0]).filter_map(|_| Raw::connect(socket.as_ref()).ok()));
                 "ok".into()
+            }
+            "numbers" => {
+                // What a fresh connection is told: its formats, and its sessions.
+                let socket = std::env::var_os(ROLE).unwrap();
+                let mut raw = Raw::connect(socket.as_ref()).unwrap();
+                let mut said = vec![u64::from(raw.greet())];
+                let first = |r: Reply, bytes: usize| {
+                    let mut number = [0; 8];
+                    number[..bytes].copy_from_slice(&r.body[..bytes]);
+                    u64::from_le_bytes(number)
+                };
+                for layers in [3, 2, 5] {
+                    let other = Profile::uniform("other", "f16", layers, 256, 256, PER_BLOCK as u32).unwrap();
+                    let reply = raw.ask(Verb::Profile, 0, |w| wire::put_profile(w, &other, 0)).unwrap();
+                    said.push(first(reply, 4));
+                }
+                for _ in 0..n[0] {
+                    let open = wire::Open { format: (said[1] as u32).into(), ..wire::Open::default() };
+                    said.push(first(raw.ask(Verb::Open, 0, |w| _ = w.put(&open)).unwrap(), 8));
+                }
+                let empty = wire::Report::default();
+                said.push(first(raw.ask(Verb::Fork, said[4], |w| _ = w.put(&empty)).unwrap(), 8));
+                format!("{said:?}")
             }
             "hang-up" => {
                 self.raws.clear();
