@@ -14,6 +14,7 @@
 //! and in tests.
 
 use std::collections::BTreeMap;
+use std::ops::Range;
 
 use super::{Broker, check_slot};
 use crate::id::{BlockId, ExtentId, Place, SessionId};
@@ -231,6 +232,7 @@ impl Broker {
         }))
     }
 
+    /// From a place of extent `id` on, as far as `left` goes. Extents before it are stepped over, not visited.
     fn sweep_places(
         &self,
         sweep: &mut Sweep,
@@ -238,31 +240,53 @@ impl Broker {
         from: usize,
         left: &mut usize,
     ) -> Result<Option<At>, String> {
-        let Some((&found, e)) = self.state.pool.extents().range(id..).next() else { return Ok(None) };
-        *left -= 1;
-        if !e.told.is_subset(&e.holders) {
-            return Err(format!("{found} is wanted from a client that has not got it"));
-        }
-        let next = At::Place(ExtentId(found.0 + 1), 0);
-        let Some(o) = e.owned() else {
-            if let Some(sums) = &mut sweep.sums {
-                let account = match e.usage {
-                    Use::Quarantined => Account::Quarantined,
-                    Use::Lent => Account::Lent,
-                    _ => Account::Free,
-                };
-                sums.ledger[account] += self.state.pool.extent_bytes();
+        for (&found, e) in self.state.pool.extents().iter().skip_while(|(at, _)| **at < id) {
+            if *left == 0 {
+                return Ok(Some(At::Place(found, 0)));
             }
-            return Ok(Some(next));
+            *left -= 1;
+            if !e.told.is_subset(&e.holders) {
+                return Err(format!("{found} is wanted from a client that has not got it"));
+            }
+            match e.owned() {
+                None => self.sum_unowned(e, &mut sweep.sums),
+                Some(o) => {
+                    let from = if found == id { from.min(o.slots.len()) } else { 0 };
+                    let until = o.slots.len().min(from + *left);
+                    *left -= until - from;
+                    self.sweep_owned(sweep, found, (e, o), from..until)?;
+                    if until < o.slots.len() {
+                        return Ok(Some(At::Place(found, until)));
+                    }
+                }
+            }
+        }
+        Ok(None)
+    }
+
+    fn sum_unowned(&self, e: &Extent, sums: &mut Option<Sums>) {
+        let Some(sums) = sums else { return };
+        let account = match e.usage {
+            Use::Quarantined => Account::Quarantined,
+            Use::Lent => Account::Lent,
+            _ => Account::Free,
         };
-        let from = if found == id { from.min(o.slots.len()) } else { 0 };
-        if from == 0 {
+        sums.ledger[account] += self.state.pool.extent_bytes();
+    }
+
+    /// Some places of an extent; with the last one, what it counts of all of them.
+    fn sweep_owned(
+        &self,
+        sweep: &mut Sweep,
+        id: ExtentId,
+        (e, o): (&Extent, &Owned),
+        slots: Range<usize>,
+    ) -> Result<(), String> {
+        if slots.start == 0 {
             sweep.extent = (self.books.changes, Counts::default());
         }
-        let until = o.slots.len().min(from + *left);
-        *left -= until - from;
-        for slot in from..until {
-            let place = Place { extent: found, slot: slot as u32 };
+        for slot in slots.clone() {
+            let place = Place { extent: id, slot: slot as u32 };
             self.check_place(place, e, o, &sweep.sums)?;
             let block = o.slots[slot].block;
             sweep.extent.1.add(block);
@@ -270,8 +294,8 @@ impl Broker {
                 sums.ledger[block.account()] += o.slot_bytes;
             }
         }
-        if until < o.slots.len() {
-            return Ok(Some(At::Place(found, until)));
+        if slots.end < o.slots.len() {
+            return Ok(());
         }
         if let Some(sums) = &mut sweep.sums {
             sums.ledger[Account::Waste] +=
@@ -279,13 +303,13 @@ impl Broker {
         }
         let (since, counted) = sweep.extent;
         let said = Counts([o.free, o.cached, o.suspect]);
-        if since == self.books.changes && counted != said {
-            return Err(format!(
-                "{found} counts {:?} places that are free, cached, suspect; it has {:?}",
+        match since == self.books.changes && counted != said {
+            true => Err(format!(
+                "{id} counts {:?} places that are free, cached, suspect; it has {:?}",
                 said.0, counted.0
-            ));
+            )),
+            false => Ok(()),
         }
-        Ok(Some(next))
     }
 
     /// One place against the tables, if they are counted, and against the index of prefixes.
