@@ -9,9 +9,8 @@
 //! What fits into one call is checked as a whole. What does not is swept with a cursor: first tables, then windows, then
 //! places. Each thing is held against the others that it names, which is true at any moment. Sums over all of it (how many
 //! tables a place stands in, the ledger) are compared at the end of a sweep only if nothing has changed since it began;
-//! whoever changes something void them, and the next sweep begins new ones. Indices that are derived from the rest are
-//! compared by the whole check alone: at an operator's word (`kvbctl check`), at a start from a record,
-//! and in tests.
+//! whoever changes something voids them, and the next sweep begins new ones. Indices that are derived from the rest are
+//! compared by the whole check alone: at an operator's word (`kvbctl check`), when a record is read, and in tests.
 
 use std::collections::BTreeMap;
 use std::ops::Range;
@@ -20,8 +19,8 @@ use super::{Broker, check_slot};
 use crate::id::{BlockId, ExtentId, Place, SessionId};
 use crate::pool::{Account, Block, Extent, Ledger, Owned, Use};
 
-/// Things that one call visits at most: what a daemon with a full pool of the reference model's blocks has, so that usually
-/// one call is all of it; at some 100 ns each on a small board, a millisecond.
+/// Things that one call visits at most. A pool of 256M that is full of the reference model's blocks has some 2700, so there
+/// one call is all of it.
 pub(super) const PER_CALL: usize = 8192;
 
 /// What one call has done.
@@ -36,7 +35,7 @@ pub struct Checked {
 /// See the module.
 #[derive(Debug, Default)]
 pub(super) struct Books {
-    /// Counts changes: two moments with the same count have the same state.
+    /// Counts the ends of changes: between two moments with the same count nothing has been changed.
     changes: u64,
     sweep: Option<Sweep>,
     /// Suspicions that the whole check did not share.

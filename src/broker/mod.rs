@@ -1013,6 +1013,13 @@ impl Broker {
         if end.max(u64::from(s.names_from) + sealed) > u32::MAX.into() || !known {
             return Err(format!("{id} has {end} blocks, {sealed} of them sealed, of format {}", s.format.0));
         }
+        let youngest = self.state.session_numbers.get(&id.tenant);
+        if id.tenant != s.tenant
+            || youngest.is_none_or(|n| id.number > *n)
+            || s.born > self.state.sessions_born
+        {
+            return Err(format!("{id} of uid {} has a number that was never given", s.tenant.0));
+        }
         if !self.state.clients.get(&s.client).is_some_and(|c| c.sessions.contains(&id)) {
             return Err(format!("{id} is on no connection"));
         }

@@ -55,7 +55,7 @@ fn credit(b: &Broker) -> (ClientId, BlockId) {
 /// One thing that is to be found: what, how it comes to be, and what is said of it.
 type Damage = (&'static str, fn(&mut Broker), &'static str);
 
-const DAMAGES: [Damage; 12] = [
+const DAMAGES: [Damage; 13] = [
     (
         "a table names a block twice",
         |b| {
@@ -94,6 +94,14 @@ const DAMAGES: [Damage; 12] = [
             b.state.clients.values_mut().for_each(|c| c.sessions.clear());
         },
         "is on no connection",
+    ),
+    (
+        "a session has a number that its tenant will come to give again",
+        |b| {
+            let id = session(b);
+            *b.state.session_numbers.get_mut(&id.tenant).unwrap() = id.number - 1;
+        },
+        "was never given",
     ),
     (
         "a block counts a table too many",
