@@ -111,6 +111,7 @@ impl Broker {
         self.end_late_sessions(now);
         self.give_up_holds();
         self.end_late_lookups(now);
+        self.end_rest(now);
     }
 
     /// When [`tick`](Self::tick) must be called next; `None` while there is nothing to look at.
@@ -118,7 +119,7 @@ impl Broker {
         let kept = self.absent.kept.values().filter(|k| k.buffer.is_some()).map(|k| k.due);
         let deadlines =
             self.next_reclaim().into_iter().chain(self.next_hold_deadline()).chain(self.lookups_wait_until());
-        kept.chain(self.absent.missing.due).chain(deadlines).min()
+        kept.chain(self.absent.missing.due).chain(self.next_rest()).chain(deadlines).min()
     }
 
     /// Extents that were lent are to come back: they are missing, and the kernel is asked at once.

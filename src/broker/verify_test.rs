@@ -107,7 +107,7 @@ const DAMAGES: [Damage; 13] = [
         "a block counts a table too many",
         |b| {
             let block = table(b)[0];
-            b.state.pool.share(block.place);
+            b.state.pool.share([block.place], |_| ());
         },
         "counts 2 tables",
     ),
@@ -243,7 +243,8 @@ fn one_call_visits_no_more_than_its_bound_however_many_blocks_tables_name() {
         assert!(calls >= 3 && visited as u64 > named, "{calls} calls have visited {visited}");
         assert!(!b.frozen && b.false_alarms() == 0);
         // A table too many, counted somewhere in the middle of all that.
-        b.state.pool.share(table(b)[100].place);
+        let place = table(b)[100].place;
+        b.state.pool.share([place], |_| {});
         while !b.check_some().through {}
         assert!(b.frozen);
     });
@@ -317,7 +318,7 @@ fn books_that_do_not_add_up_stop_grants_and_nothing_else() {
     let mut world = World::new();
     world.broker.with(|b| {
         let block = table(b)[3];
-        b.state.pool.share(block.place);
+        b.state.pool.share([block.place], |_| ());
         b.check();
         assert!(b.frozen && b.status().frozen);
     });
