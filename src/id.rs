@@ -14,9 +14,15 @@ pub struct ExtentId(pub u32);
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct ClientId(pub u64);
 
-/// One token sequence with its block table.
+/// One token sequence with its block table. Sessions are numbered by tenant, so that their numbers, which clients see, do
+/// not tell what others open.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
-pub struct SessionId(pub u64);
+pub struct SessionId {
+    /// Whose it is.
+    pub tenant: Tenant,
+    /// Which of the tenant's, from 1: what clients are told.
+    pub number: u64,
+}
 
 /// A trust domain: one uid, as the kernel says it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
@@ -60,15 +66,26 @@ impl ExtentId {
     }
 }
 
+impl SessionId {
+    /// None comes before it.
+    pub(crate) const FIRST: Self = SessionId { tenant: Tenant(0), number: 0 };
+
+    /// The least that comes after it.
+    pub(crate) fn next(self) -> Self {
+        SessionId { number: self.number + 1, ..self }
+    }
+}
+
 impl fmt::Display for ExtentId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "extent {}", self.0)
     }
 }
 
+/// What its client calls it: whose it is, the client knows, and a log says beside it.
 impl fmt::Display for SessionId {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        write!(f, "session {}", self.0)
+        write!(f, "session {}", self.number)
     }
 }
 

@@ -1,7 +1,7 @@
 //! The broker's state as a record.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
+use std::sync::{Arc, LazyLock};
 
 use kvbroker::broker::{Broker, Policy};
 use kvbroker::heap::{Heap as _, Imaginary};
@@ -12,6 +12,9 @@ use super::broker::World;
 
 /// Bytes of a record before its body (`broker::record`).
 const HEAD: usize = 52;
+/// The version that the broker writes, as it writes it.
+static VERSION: LazyLock<[u8; 4]> =
+    LazyLock::new(|| World::new().broker.record()[8..12].try_into().expect("four bytes"));
 
 /// The bodies of records: of a broker that is empty, and of some that have done a lot.
 pub fn seeds() -> Vec<Vec<u8>> {
@@ -26,7 +29,7 @@ pub fn seeds() -> Vec<Vec<u8>> {
 
 fn forge(body: &[u8]) -> Vec<u8> {
     let mut bytes = b"KVBSTATE".to_vec();
-    bytes.extend(1u32.to_le_bytes());
+    bytes.extend(*VERSION);
     bytes.extend((body.len() as u64).to_le_bytes());
     bytes.extend(Sha256::digest(body));
     bytes.extend(body);

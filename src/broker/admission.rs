@@ -161,15 +161,15 @@ impl Broker {
     /// Asks sessions of lower priority to make room, if that would do. They are asked once; when their time is up they
     /// end ([`Broker::tick`]).
     pub(super) fn reclaim(&mut self, priority: u8, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> bool {
-        let mut victims: Vec<(u8, bool, std::cmp::Reverse<SessionId>)> = Vec::new();
+        let mut victims: Vec<(u8, bool, std::cmp::Reverse<u64>, SessionId)> = Vec::new();
         for (id, s) in &self.state.sessions {
             if s.priority < priority && !s.table.is_empty() {
                 let asked = self.reclaims.contains_key(id);
-                victims.push((s.priority, !asked, std::cmp::Reverse(*id)));
+                victims.push((s.priority, !asked, std::cmp::Reverse(s.born), *id));
             }
         }
         // Those who were asked already first, then the least important, then the youngest.
-        victims.sort_unstable_by_key(|(priority, new, id)| (*new, *priority, *id));
+        victims.sort_unstable_by_key(|(priority, new, born, _)| (*new, *priority, *born));
         let mut going: BTreeMap<Place, u32> = BTreeMap::new();
         if self.reach_without(tenant, cut, own, &going) >= least {
             // Enough is on its way: its holders have only to give it back.
@@ -177,7 +177,7 @@ impl Broker {
         }
         let mut chosen = Vec::new();
         let mut enough = false;
-        for (_, _, std::cmp::Reverse(id)) in victims {
+        for (_, _, _, id) in victims {
             for block in &self.state.sessions[&id].table {
                 *going.entry(block.place).or_default() += 1;
             }
@@ -197,8 +197,8 @@ impl Broker {
             }
             self.reclaims.insert(id, deadline);
             self.state.counters.reclaims += 1;
-            let mut event = Writer::start(wire::EVENT | Event::ReclaimSession as u16, 0, 0, id.0);
-            let (session, deadline_ms) = (id.0.into(), self.policy.reclaim_ms.into());
+            let mut event = Writer::start(wire::EVENT | Event::ReclaimSession as u16, 0, 0, id.number);
+            let (session, deadline_ms) = (id.number.into(), self.policy.reclaim_ms.into());
             event.put(&wire::ReclaimSession { session, deadline_ms, reserved: 0.into() });
             self.tell(self.state.sessions[&id].client, event);
         }
@@ -266,6 +266,7 @@ impl Broker {
         self.stirred = true;
         self.end_promise(id);
         let Some(session) = self.state.sessions.remove(&id) else { return };
+        self.tables.change(session.tenant, session.table.len(), 0);
         self.state.counters.sessions_lost += 1;
         let mut kept = Vec::new();
         for block in session.table.iter().rev() {
@@ -281,8 +282,8 @@ impl Broker {
         }
         self.check_windows(id);
         log::info!("{id} of uid {} did not make room in time and has ended", session.tenant.0);
-        let mut event = Writer::start(wire::EVENT | Event::SessionLost as u16, 0, 0, id.0);
-        event.put(&wire::Opened { session: id.0.into() });
+        let mut event = Writer::start(wire::EVENT | Event::SessionLost as u16, 0, 0, id.number);
+        event.put(&wire::Opened { session: id.number.into() });
         self.tell(session.client, event);
     }
 

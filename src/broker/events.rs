@@ -19,7 +19,7 @@ pub enum Kind {
     Pool,
     /// A tenant, by uid.
     Tenant,
-    /// A session, by number.
+    /// A session, by uid and number: `1000/3`.
     Session,
     /// A chain of published blocks, by name and tenant.
     Prefix,
@@ -83,7 +83,7 @@ impl Broker {
             put(Kind::Tenant, t.uid.to_string(), object(&t, &["uid"]));
         }
         for s in self.sessions() {
-            put(Kind::Session, s.session.to_string(), object(&s, &["session"]));
+            put(Kind::Session, format!("{}/{}", s.uid, s.session), object(&s, &["session"]));
         }
         for c in self.chain_reports() {
             // Chains are told apart by 16 digits of their names: of two with the same, one would hide the other.

@@ -226,15 +226,19 @@ impl Broker {
             self.state.prefixes.mark_damaged(block, lives);
         }
         for (id, block) in &holders {
-            let mut event = Writer::start(wire::EVENT | Event::PrefixDamaged as u16, 0, 0, id.0);
-            event.put(&wire::Damaged { session: id.0.into(), block: (*block).into(), reserved: 0.into() });
+            let mut event = Writer::start(wire::EVENT | Event::PrefixDamaged as u16, 0, 0, id.number);
+            event.put(&wire::Damaged {
+                session: id.number.into(),
+                block: (*block).into(),
+                reserved: 0.into(),
+            });
             self.tell(self.state.sessions[id].client, event);
         }
         DamageReport {
             extent: place.extent.0,
             slot: place.slot,
             uid: tenant.map_or(0, |t| t.0),
-            sessions: holders.iter().map(|(id, _)| id.0).collect(),
+            sessions: holders.iter().map(|(id, _)| id.number).collect(),
             unpinned: chains.len() as u32,
         }
     }

@@ -98,7 +98,7 @@ impl Broker {
 
     pub(super) fn grant(&mut self, client: ClientId, want: Want) -> Result<Granted, Refused> {
         let tenant = self.client(client).tenant;
-        let cut = self.format(client, want.format)?.cut;
+        let cut = self.state.formats[&want.format].cut;
         if want.least as usize > MAX_FDS || want.want as usize > MAX_BLOCKS || want.least > want.want {
             return Err(Refused::bad(format!(
                 "{} blocks, at least {}: one request asks for at most {MAX_BLOCKS}, insists on at most {MAX_FDS}",

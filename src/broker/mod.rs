@@ -10,6 +10,7 @@
 
 mod admission;
 mod alone;
+mod books;
 pub(crate) mod common;
 mod consent;
 mod drain;
@@ -28,6 +29,7 @@ mod report;
 mod rest;
 mod session;
 mod store;
+mod tables;
 pub mod tenant;
 mod usage;
 mod verbs;
@@ -63,10 +65,10 @@ pub use usage::{ChainReport, PrefixesReport, TenantUsage, TenantsReport};
 pub use window::{Declined, Made, Making};
 
 use crate::heap::{Buffer, Heap, HeapError, ReadOnlyCopy, Renewal};
-use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
+use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, SessionId, Tenant};
 use crate::map::page_bytes;
 use crate::packing::Extents;
-use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Pool};
+use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Extent, Pool, Slot};
 use crate::profile::Profile;
 use crate::store::{Finished, Order};
 use crate::window::How;
@@ -84,10 +86,14 @@ pub struct Policy {
     pub connections: u32,
     /// Connections of one tenant.
     pub connections_per_tenant: u32,
+    /// Milliseconds that a connection gets to say hello. The driver keeps the time.
+    pub hello_ms: u32,
     /// Sessions of one connection.
     pub sessions_per_connection: u32,
     /// Geometries that one connection may register.
     pub profiles_per_connection: u32,
+    /// Blocks that all tables and windows of one tenant may name; `None` for what follows from the pool.
+    pub table_blocks_per_tenant: Option<u64>,
     /// Windows of one session.
     pub windows_per_session: u32,
     /// Windows of one tenant, with those that are closed and still held: each may cost the broker a descriptor.
@@ -132,8 +138,10 @@ impl Default for Policy {
         Policy {
             connections: 256,
             connections_per_tenant: 64,
+            hello_ms: 5000,
             sessions_per_connection: 256,
             profiles_per_connection: 16,
+            table_blocks_per_tenant: None,
             windows_per_session: 256,
             windows_per_tenant: 1024,
             windows: 4096,
@@ -173,6 +181,10 @@ pub enum ConnectError {
     Nobody,
     #[error("{0} connections are open, as many as limits.connections allows")]
     Full(u32),
+    #[error(
+        "no connection is left: of the {0} that limits.connections allows, those that are not open are kept for tenants with a reserve"
+    )]
+    Kept(u32),
     #[error("uid {uid} has {count} connections open, as many as limits.connections-per-tenant allows")]
     TenantFull { uid: u32, count: u32 },
 }
@@ -403,7 +415,8 @@ struct Client {
     pid: i32,
     label: String,
     greeted: bool,
-    formats: BTreeSet<FormatId>,
+    /// In the order in which they were registered: the first one is the connection's format 1.
+    formats: Vec<FormatId>,
     sessions: BTreeSet<SessionId>,
     /// Sessions that ended without its doing, until it agrees: with the blocks that it may still write.
     lost: BTreeMap<SessionId, Vec<BlockId>>,
@@ -446,6 +459,9 @@ pub struct Counters {
     /// Sealed blocks that were found to be not what was sealed.
     #[serde(default)]
     pub damaged: u64,
+    /// Connections that were ended because nobody said hello on them in time.
+    #[serde(default)]
+    pub silent: u64,
 }
 
 /// Everything that decides, in a form that can be written down and rebuilt.
@@ -456,14 +472,17 @@ struct State {
     formats: BTreeMap<FormatId, Format>,
     next_client: u64,
     clients: BTreeMap<ClientId, Client>,
-    next_session: u64,
+    sessions_born: u64,
+    /// The number of each tenant's youngest session.
+    session_numbers: BTreeMap<Tenant, u64>,
     sessions: BTreeMap<SessionId, Session>,
     prefixes: prefix::Prefixes,
     common: common::Common,
     tenancy: tenant::Tenancy,
     /// Blocks that have been promised to sessions and not been granted yet.
     promises: BTreeMap<(Tenant, FormatId), u64>,
-    next_window: u64,
+    /// The number of each tenant's youngest window.
+    window_numbers: BTreeMap<Tenant, u32>,
     windows: BTreeMap<u64, window::Hold>,
     /// Extents that the pool was to have.
     wanted_extents: u32,
@@ -520,6 +539,8 @@ pub struct Broker {
     windows: window::Windows,
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
+    tables: tables::Tables,
+    books: books::Books,
     next_ticket: u64,
     recorder: VecDeque<(ClientId, Verb, u64)>,
     frozen: bool,
@@ -560,7 +581,8 @@ impl Broker {
             formats: BTreeMap::new(),
             next_client: 1,
             clients: BTreeMap::new(),
-            next_session: 1,
+            sessions_born: 0,
+            session_numbers: BTreeMap::new(),
             sessions: BTreeMap::new(),
             prefixes: prefix::Prefixes::new(policy.eviction),
             common: common::Common::default(),
@@ -570,7 +592,7 @@ impl Broker {
                 named: policy.tenants.clone(),
             },
             promises: BTreeMap::new(),
-            next_window: 1,
+            window_numbers: BTreeMap::new(),
             windows: BTreeMap::new(),
             wanted_extents: 0,
             last_granted: BTreeMap::new(),
@@ -599,6 +621,8 @@ impl Broker {
             lent: lent::Lent::default(),
             windows: window::Windows::default(),
             fresh_descriptors: BTreeSet::new(),
+            tables: tables::Tables::default(),
+            books: books::Books::default(),
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
             frozen: false,
@@ -644,6 +668,10 @@ impl Broker {
         if count >= self.policy.connections_per_tenant {
             return Err(ConnectError::TenantFull { uid: peer.uid, count });
         }
+        let kept = self.connections_kept_for_others(tenant);
+        if (self.state.clients.len() as u32).saturating_add(kept) >= self.policy.connections {
+            return Err(ConnectError::Kept(self.policy.connections));
+        }
         let id = ClientId(self.state.next_client);
         self.state.next_client += 1;
         let client = Client {
@@ -651,12 +679,22 @@ impl Broker {
             pid: peer.pid,
             label: String::new(),
             greeted: false,
-            formats: BTreeSet::new(),
+            formats: Vec::new(),
             sessions: BTreeSet::new(),
             lost: BTreeMap::new(),
         };
         self.state.clients.insert(id, client);
         Ok(id)
+    }
+
+    /// Whether hello has been said on a connection.
+    pub fn has_greeted(&self, client: ClientId) -> bool {
+        self.state.clients.get(&client).is_some_and(|c| c.greeted)
+    }
+
+    /// A connection on which nobody has said hello in time has been ended.
+    pub fn count_silent(&mut self) {
+        self.state.counters.silent += 1;
     }
 
     /// A connection has ended: what it had is free again when this returns.
@@ -715,7 +753,8 @@ impl Broker {
             self.recorder.pop_front();
         }
         self.recorder.push_back((client, verb, header.session.get()));
-        match self.dispatch(client, verb, SessionId(header.session.get()), body) {
+        let session = SessionId { tenant: self.client(client).tenant, number: header.session.get() };
+        match self.dispatch(client, verb, session, body) {
             Ok(Answer::Now(reply)) => self.reply(client, verb, sequence, reply),
             Ok(Answer::Later) => {
                 self.waiting.insert(client, Waiting::Extents(message.to_vec()));
@@ -881,13 +920,14 @@ impl Broker {
         }
         self.order_sum();
         self.recall_for_waiting();
+        self.books.changed();
         self.watch_idle();
         if self.policy.audit {
-            self.check();
+            self.check_some();
         }
     }
 
-    /// Checks every invariant. A violation is logged with the last requests and stops new grants; releases go on.
+    /// Checks every invariant, however long that takes: see [`check_some`](Self::check_some). A violation is logged with the last requests and stops new grants; releases go on.
     pub fn check(&mut self) {
         if self.frozen {
             return;
@@ -916,6 +956,9 @@ impl Broker {
                 pool.quarantined()
             ));
         }
+        if tables::Tables::count(self.state.sessions.values()) != self.tables {
+            return Err("the count of table entries differs from the tables".into());
+        }
         self.check_loans()?;
         self.check_copies()?;
         self.check_alone()?;
@@ -924,7 +967,7 @@ impl Broker {
 
     /// The part of it that a record can be held to: all but the buffers, and what a restart forgets.
     fn verify_state(&self) -> Result<(), String> {
-        let State { pool, formats, sessions, clients, prefixes, .. } = &self.state;
+        let State { pool, formats, sessions, prefixes, .. } = &self.state;
         pool.check()?;
         if let Some((id, _)) =
             pool.extents().iter().find(|(_, e)| e.owned().is_some_and(|o| !formats.contains_key(&o.format)))
@@ -933,34 +976,11 @@ impl Broker {
         }
         let mut refs: BTreeMap<_, u32> = BTreeMap::new();
         for (id, s) in sessions {
-            let (end, sealed) = (u64::from(s.head) + s.table.len() as u64, s.names.len() as u64);
-            if end.max(u64::from(s.names_from) + sealed) > u32::MAX.into() || !formats.contains_key(&s.format)
-            {
-                return Err(format!(
-                    "{id} has {end} blocks, {sealed} of them sealed, of format {}",
-                    s.format.0
-                ));
-            }
-            if !clients.get(&s.client).is_some_and(|c| c.sessions.contains(id)) {
-                return Err(format!("{id} is on no connection"));
-            }
-            for block in &s.table {
-                if block.place.extent.is_copy() {
-                    if !self.state.common.is_held(*block, s.client) {
-                        return Err(format!("{id} has {block} of a copy in its table, which it has not got"));
-                    }
-                    continue;
-                }
-                *refs.entry(block.place).or_default() += 1;
-                match pool.check_claim(*block) {
-                    Ok(Block::Held { .. }) if pool.is_holder(block.place.extent, s.client) => {}
-                    other => return Err(format!("{id} has {block} in its table: {other:?}")),
-                }
-            }
-            let sealed = s.table.iter().take(s.sealed().saturating_sub(s.head) as usize);
-            for block in sealed.filter(|b| !b.place.extent.is_copy()) {
-                if !matches!(pool.check_claim(*block), Ok(Block::Held { sealed: true, .. })) {
-                    return Err(format!("{id} counts {block} as sealed"));
+            self.check_session(*id, s)?;
+            for (at, block) in s.table.iter().enumerate() {
+                self.check_entry(*id, s, at, *block)?;
+                if !block.place.extent.is_copy() {
+                    *refs.entry(block.place).or_default() += 1;
                 }
             }
         }
@@ -969,20 +989,8 @@ impl Broker {
         }
         for (&extent, e) in pool.extents().iter() {
             for (slot, s) in e.owned().iter().flat_map(|o| o.slots.iter().enumerate()) {
-                let place = crate::id::Place { extent, slot: slot as u32 };
-                let stands = refs.get(&place).copied().unwrap_or(0);
-                match s.block {
-                    Block::Held { refs, .. } if refs != stands => {
-                        return Err(format!("{place:?} counts {refs} tables, it stands in {stands}"));
-                    }
-                    Block::Credit(client) if !e.holders.contains(&client) => {
-                        return Err(format!(
-                            "{place:?} is credit of client {}, which has not its extent",
-                            client.0
-                        ));
-                    }
-                    _ => {}
-                }
+                let place = Place { extent, slot: slot as u32 };
+                check_slot(place, s, e, Some(refs.get(&place).copied().unwrap_or(0)))?;
             }
         }
         for (_, block, _, pinned) in prefixes.iter() {
@@ -1006,6 +1014,46 @@ impl Broker {
         self.check_promises()
     }
 
+    /// What is true of a session whatever is in its table.
+    fn check_session(&self, id: SessionId, s: &Session) -> Result<(), String> {
+        let (end, sealed) = (u64::from(s.head) + s.table.len() as u64, s.names.len() as u64);
+        let known = self.state.formats.contains_key(&s.format);
+        if end.max(u64::from(s.names_from) + sealed) > u32::MAX.into() || !known {
+            return Err(format!("{id} has {end} blocks, {sealed} of them sealed, of format {}", s.format.0));
+        }
+        let youngest = self.state.session_numbers.get(&id.tenant);
+        if id.tenant != s.tenant
+            || youngest.is_none_or(|n| id.number > *n)
+            || s.born > self.state.sessions_born
+        {
+            return Err(format!("{id} of uid {} has a number that was never given", s.tenant.0));
+        }
+        if !self.state.clients.get(&s.client).is_some_and(|c| c.sessions.contains(&id)) {
+            return Err(format!("{id} is on no connection"));
+        }
+        Ok(())
+    }
+
+    /// What is true of one entry of its table.
+    fn check_entry(&self, id: SessionId, s: &Session, at: usize, block: BlockId) -> Result<(), String> {
+        if block.place.extent.is_copy() {
+            return match self.state.common.is_held(block, s.client) {
+                true => Ok(()),
+                false => Err(format!("{id} has {block} of a copy in its table, which it has not got")),
+            };
+        }
+        let sealed_by_session = at < s.sealed().saturating_sub(s.head) as usize;
+        match self.state.pool.check_claim(block) {
+            Ok(Block::Held { sealed, .. }) if self.state.pool.is_holder(block.place.extent, s.client) => {
+                match sealed_by_session && !sealed {
+                    true => Err(format!("{id} counts {block} as sealed")),
+                    false => Ok(()),
+                }
+            }
+            other => Err(format!("{id} has {block} in its table: {other:?}")),
+        }
+    }
+
     fn client(&self, id: ClientId) -> &Client {
         &self.state.clients[&id]
     }
@@ -1014,6 +1062,7 @@ impl Broker {
         self.end_promise(id);
         self.stirred |= self.reclaims.remove(&id).is_some();
         let Some(session) = self.state.sessions.remove(&id) else { return };
+        self.tables.change(session.tenant, session.table.len(), 0);
         if let Some(client) = self.state.clients.get_mut(&session.client) {
             client.sessions.remove(&id);
         }
@@ -1105,6 +1154,19 @@ impl Broker {
         let slot_bytes = profile.slot_bytes(0, page_bytes() as u64);
         let fit = (self.state.pool.extent_bytes() / slot_bytes) as u32;
         Cut { format, slot_bytes, slots: if self.policy.one_block_per_extent { fit.min(1) } else { fit } }
+    }
+}
+
+/// What is true of one place; `stands`: in how many tables and under how many windows it stands, if that is known.
+fn check_slot(place: Place, s: &Slot, e: &Extent, stands: Option<u32>) -> Result<(), String> {
+    match (s.block, stands) {
+        (Block::Held { refs, .. }, Some(stands)) if refs != stands => {
+            Err(format!("{place:?} counts {refs} tables, it stands in {stands}"))
+        }
+        (Block::Credit(client), _) if !e.holders.contains(&client) => {
+            Err(format!("{place:?} is credit of client {}, which has not its extent", client.0))
+        }
+        _ => Ok(()),
     }
 }
 

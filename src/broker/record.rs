@@ -11,13 +11,14 @@ use thiserror::Error;
 use std::collections::BTreeMap;
 use std::sync::Arc;
 
+use super::tables::Tables;
 use super::{Broker, Policy, State};
 use crate::heap::{Buffer, Heap};
 use crate::id::ExtentId;
 use crate::pool::{Extent, Use};
 
 const MAGIC: &[u8; 8] = b"KVBSTATE";
-const VERSION: u32 = 1;
+const VERSION: u32 = 2;
 const HEAD: usize = 8 + 4 + 8 + 32;
 
 /// Why bytes are no record.
@@ -77,6 +78,7 @@ impl Broker {
         }
         broker.windows = super::window::Windows::recalled(&state.windows);
         broker.state = state;
+        broker.tables = Tables::count(broker.state.sessions.values());
         // Before anything is done by it. What follows counts on it.
         broker.verify_state().map_err(RecordError::Contradiction)?;
         broker.forget_requests();

@@ -169,7 +169,7 @@ pub struct StatusReport {
 /// One session in `kvbctl sessions`.
 #[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct SessionReport {
-    /// The session's number.
+    /// The session's number, one of its uid's.
     pub session: u64,
     /// Its name.
     pub label: String,
@@ -306,7 +306,7 @@ impl Broker {
             let blocks_private = s.table.iter().filter(private).count() as u32;
             let format = &state.formats[&s.format];
             SessionReport {
-                session: id.0,
+                session: id.number,
                 label: s.label.clone(),
                 uid: s.tenant.0,
                 pid: client.pid,

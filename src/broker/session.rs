@@ -37,6 +37,8 @@ pub struct Session {
     pub promised: u32,
     /// See `promised`.
     pub admitted: u32,
+    /// Grows from each session to the next one, whosever they are: tells the younger of two. Nobody is told.
+    pub born: u64,
     /// Sealed blocks whose names are not kept: they are dropped, and so is their successor.
     pub names_from: u32,
     /// Where a look-up goes on in the chains that are common to several tenants.

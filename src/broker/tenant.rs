@@ -111,6 +111,12 @@ pub struct TenantReport {
     pub connections: u32,
     /// Sessions.
     pub sessions: u32,
+    /// Blocks that its tables and windows name, one counted as often as it is named.
+    #[serde(default)]
+    pub table_blocks: u64,
+    /// The most that they may name.
+    #[serde(default)]
+    pub table_blocks_limit: u64,
 }
 
 /// `kvbctl limits`.
@@ -151,6 +157,25 @@ impl Broker {
         others.sort_unstable();
         others.dedup();
         others.into_iter().map(|t| self.unmet(t)).fold(0, u32::saturating_add)
+    }
+
+    /// Connections that other tenants cannot take from those with a reserve: each of these can always have as many as one
+    /// tenant may, or, where that would leave nothing for the rest, an equal share of all: the connections divided by the
+    /// tenants with a reserve and one. What such a tenant has not opened of it is kept from everybody else, whether they
+    /// have said hello or not.
+    ///
+    /// **Why that does**: the connections that are open and those that are kept are together never more than there may be.
+    /// So it is at the start, and a connection is admitted only if it is so afterwards too; and then one that is kept can
+    /// be had. (A reserve that an operator adds later is kept as connections end.)
+    pub(super) fn connections_kept_for_others(&self, tenant: Tenant) -> u32 {
+        let reserved =
+            || self.state.tenancy.named.iter().filter(|(_, t)| t.reserve > 0).map(|(tenant, _)| *tenant);
+        let parts = u32::try_from(reserved().count() + 1).unwrap_or(u32::MAX);
+        let share = self.policy.connections_per_tenant.min(self.policy.connections / parts);
+        let mut open: BTreeMap<Tenant, u32> = BTreeMap::new();
+        self.state.clients.values().for_each(|c| *open.entry(c.tenant).or_default() += 1);
+        let left = |t: Tenant| share.saturating_sub(open.get(&t).copied().unwrap_or(0));
+        reserved().filter(|t| *t != tenant).map(left).fold(0, u32::saturating_add)
     }
 
     /// How many extents others may take from `tenant`.
@@ -253,6 +278,8 @@ impl Broker {
             pinned_limit: Some(policy.pinned).filter(|p| *p != u64::MAX),
             connections: connections.count() as u32,
             sessions: state.sessions.values().filter(|s| s.tenant == tenant).count() as u32,
+            table_blocks: self.named(tenant),
+            table_blocks_limit: self.most_named(),
         }
     }
 }

@@ -126,7 +126,11 @@ impl Broker {
                 ),
             ));
         }
-        c.formats.insert(id);
+        if !c.formats.contains(&id) {
+            c.formats.push(id);
+        }
+        // Numbered by connection: what geometries others have, and in which order they came, is not the client's business.
+        let number = 1 + c.formats.iter().position(|f| *f == id).expect("just looked at") as u32;
         let tenant = c.tenant;
         if known.is_none() {
             self.state.next_format += 1;
@@ -134,7 +138,7 @@ impl Broker {
         }
         let mut reply = Reply::default();
         reply.body.put(&wire::Format {
-            format: id.0.into(),
+            format: number.into(),
             blocks_per_extent: cut.slots.into(),
             slot_bytes: cut.slot_bytes.into(),
             capacity: self.capacity(tenant, &cut).into(),
@@ -142,10 +146,12 @@ impl Broker {
         done(reply)
     }
 
-    pub(super) fn format(&self, client: ClientId, id: FormatId) -> Result<&Format, Refused> {
-        let mine = self.client(client).formats.contains(&id);
-        let format = self.state.formats.get(&id).filter(|_| mine);
-        format.ok_or_else(|| Refused::bad(format!("format {} was not registered on this connection", id.0)))
+    /// What a connection calls its format `number`.
+    fn format(&self, client: ClientId, number: u32) -> Result<(FormatId, &Format), Refused> {
+        let at = (number as usize).checked_sub(1);
+        let id = at.and_then(|at| self.client(client).formats.get(at)).copied();
+        let format = id.and_then(|id| Some((id, self.state.formats.get(&id)?)));
+        format.ok_or_else(|| Refused::bad(format!("format {number} was not registered on this connection")))
     }
 
     fn open(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
@@ -158,8 +164,7 @@ impl Broker {
                 open.priority
             )));
         };
-        let format = FormatId(open.format.get());
-        let f = self.format(client, format)?;
+        let (format, f) = self.format(client, open.format.get())?;
         let (tenant, needed) = (self.client(client).tenant, f.profile.blocks_for(open.max_tokens.get()));
         let capacity = self.capacity(tenant, &f.cut);
         if needed > capacity {
@@ -176,6 +181,7 @@ impl Broker {
             priority: if asked == 0 { most } else { asked.min(most) },
             promised: 0,
             admitted: 0,
+            born: 0,
             client,
             tenant,
             format,
@@ -189,14 +195,16 @@ impl Broker {
             walk: Default::default(),
         };
         let id = self.add_session(session)?;
-        let mut reply = Reply { session: id.0, ..Reply::default() };
-        reply.body.put(&wire::Opened { session: id.0.into() });
+        let mut reply = Reply { session: id.number, ..Reply::default() };
+        reply.body.put(&wire::Opened { session: id.number.into() });
         done(reply)
     }
 
     fn add_session(&mut self, session: Session) -> Result<SessionId, Refused> {
         let most = self.policy.sessions_per_connection;
-        let id = SessionId(self.state.next_session);
+        let tenant = session.tenant;
+        let number = 1 + self.state.session_numbers.get(&tenant).copied().unwrap_or(0);
+        let id = SessionId { tenant, number };
         let c = self.state.clients.get_mut(&session.client).expect("checked by the caller");
         // A session that was lost counts until the client has let go of it.
         if (c.sessions.len() + c.lost.len()) as u32 >= most {
@@ -206,8 +214,11 @@ impl Broker {
             return Err(Refused::new(Fault::OverLimit, text).numbers(u64::from(most) + 1, most.into()));
         }
         c.sessions.insert(id);
-        self.state.next_session += 1;
-        self.state.sessions.insert(id, session);
+        self.tables.change(session.tenant, 0, session.table.len());
+        self.state.session_numbers.insert(tenant, number);
+        self.state.sessions_born += 1;
+        let born = self.state.sessions_born;
+        self.state.sessions.insert(id, Session { born, ..session });
         Ok(id)
     }
 
@@ -269,12 +280,15 @@ impl Broker {
         let s = self.session_mut(id);
         // Entries behind the report stay: a long table is reported in several messages.
         let until = s.table.len().min(at + new.len());
+        let before = s.table.len();
         let old: Vec<BlockId> = s.table.splice(at..until, new.iter().copied()).collect();
+        let after = s.table.len();
         s.tokens = report.tokens.get();
         let changed = (0..old.len()).find(|&i| new[i] != old[i]);
         if let Some(changed) = changed {
             s.unseal_from(first + changed as u32);
         }
+        self.tables.change(tenant, before, after);
         for (i, claim) in new.iter().enumerate() {
             if old.get(i) != Some(claim) {
                 self.state.pool.hold(*claim, client)?;
@@ -295,7 +309,8 @@ impl Broker {
         let reserve: wire::Reserve = *r.one()?;
         r.end()?;
         self.begins("no more blocks")?;
-        let (format, want) = (FormatId(reserve.format.get()), reserve.want.get());
+        let want = reserve.want.get();
+        let (format, _) = self.format(client, reserve.format.get())?;
         let priority = self.state.tenancy.of(self.client(client).tenant).priority;
         let want = Want { format, want, least: want, has: 0, near: None, promised: 0, priority };
         match self.grant(client, want)? {
@@ -356,10 +371,13 @@ impl Broker {
         let to_credit = (!release).then_some(client);
         let old_head = s.head;
         let s = self.session_mut(id);
+        let (tenant, before) = (s.tenant, s.table.len());
         let tail = s.table.split_off((keep.max(old_head) - old_head) as usize);
         s.unseal_from(keep);
         let front = s.drop_head(head);
         s.tokens = tokens;
+        let after = s.table.len();
+        self.tables.change(tenant, before, after);
         let (mut returned, mut freed) = (Vec::new(), 0);
         for block in tail.into_iter().rev().chain(front) {
             // What one reply cannot name is freed: credit that its owner does not know of would be lost. And credit is any
@@ -407,14 +425,16 @@ impl Broker {
         r.end()?;
         self.apply_report(client, id, &report, used)?;
         self.begins("no new session")?;
+        let s = self.session(client, id)?;
+        self.may_name(s.tenant, s.table.len(), "fork shorter ones")?;
         // What was promised to the one is not promised to the other.
-        let twin = Session { promised: 0, admitted: 0, ..self.session(client, id)?.clone() };
+        let twin = Session { promised: 0, admitted: 0, ..s.clone() };
         let blocks = twin.table.clone();
         self.may_fork(id, &blocks)?;
         let new = self.add_session(twin)?;
         self.share(&blocks);
-        let mut reply = Reply { session: new.0, ..Reply::default() };
-        reply.body.put(&wire::Opened { session: new.0.into() });
+        let mut reply = Reply { session: new.number, ..Reply::default() };
+        reply.body.put(&wire::Opened { session: new.number.into() });
         done(reply)
     }
 
@@ -656,6 +676,8 @@ impl Broker {
             );
             return Err(Refused::bad(text));
         }
+        // By what could be found: what is there is looked at, and counted as a look-up, only by a request that is served.
+        self.may_name(s.tenant, (tokens.len() / per_block).min(MAX_BLOCKS), "attach fewer tokens at a time")?;
         let mut name = match s.names.last() {
             Some(name) => *name,
             None => prefix::root(s.tenant, &s.model, profile),
@@ -705,6 +727,7 @@ impl Broker {
         s.table.extend(&found);
         s.names.extend(names);
         s.walk = walk;
+        self.tables.change(tenant, 0, found.len());
         let blocks = found.into_iter().map(|b| (b, wire::SEALED)).collect();
         done(self.grant_reply(held as u64, blocks))
     }
@@ -803,8 +826,8 @@ impl Broker {
         let query: wire::Query = *r.one()?;
         r.end()?;
         one_of("query: reserved", query.reserved, 0)?;
-        let format = FormatId(query.format.get());
-        let cut = self.format(client, format)?.cut;
+        let (format, Format { cut, .. }) = self.format(client, query.format.get())?;
+        let cut = *cut;
         let tenant = self.client(client).tenant;
         let pool = &self.state.pool;
         let mine = pool.extents().values().filter_map(|e| e.owned());

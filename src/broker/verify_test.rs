@@ -55,7 +55,7 @@ fn credit(b: &Broker) -> (ClientId, BlockId) {
 /// One thing that is to be found: what, how it comes to be, and what is said of it.
 type Damage = (&'static str, fn(&mut Broker), &'static str);
 
-const DAMAGES: [Damage; 12] = [
+const DAMAGES: [Damage; 13] = [
     (
         "a table names a block twice",
         |b| {
@@ -94,6 +94,14 @@ const DAMAGES: [Damage; 12] = [
             b.state.clients.values_mut().for_each(|c| c.sessions.clear());
         },
         "is on no connection",
+    ),
+    (
+        "a session has a number that its tenant will come to give again",
+        |b| {
+            let id = session(b);
+            *b.state.session_numbers.get_mut(&id.tenant).unwrap() = id.number - 1;
+        },
+        "was never given",
     ),
     (
         "a block counts a table too many",
@@ -175,6 +183,134 @@ fn every_kind_of_damage_that_the_check_claims_to_find_is_found() {
         // What is broken by hand cannot be ended in order.
         std::mem::forget(world);
     }
+}
+
+#[test]
+fn a_check_in_pieces_finds_what_the_whole_one_finds_in_tables_windows_and_places() {
+    for (what, damage, said) in DAMAGES {
+        if what == "a buffer is gone" {
+            // That is no table, no window and no place: the whole check's.
+            continue;
+        }
+        let world = World::new();
+        world.broker.with(|b| {
+            while !b.check_at_most(5).through {}
+            assert!(!b.frozen && b.false_alarms() == 0);
+            damage(b);
+            b.check_at_most(5);
+            assert!(b.is_checking() || b.frozen, "{what}");
+            while b.is_checking() {
+                b.check_at_most(5);
+            }
+            assert!(b.frozen, "{what} ({said}) was not found");
+        });
+        std::mem::forget(world);
+    }
+}
+
+/// A session of `blocks` blocks of a page each and `twins` twins of it, in a broker without checks of its own.
+fn crowd(blocks: usize, twins: usize) -> (Embedded, Vec<Session>, Client) {
+    let page = crate::map::page_bytes() as u64;
+    let policy = Policy { audit: false, table_blocks_per_tenant: Some(1 << 20), ..Policy::default() };
+    let heap = Arc::new(Memfd::new(false));
+    let broker = Embedded::new(Broker::new(heap, 32 * page, 8, 8, policy).unwrap());
+    let client =
+        Client::on(&broker, 7, ClientOptions { credit_ahead: 0, ..ClientOptions::default() }).unwrap();
+    let row = (page / 8) as u32;
+    let profile = client.profile(&Profile::uniform("page", "f16", 1, row, row, 4).unwrap()).unwrap();
+    let mut session = client.open(&profile, OpenOptions::default()).unwrap();
+    session.ensure(blocks * 4).unwrap();
+    let mut sessions: Vec<Session> = (0..twins).map(|_| session.fork().unwrap()).collect();
+    sessions.push(session);
+    (broker, sessions, client)
+}
+
+#[test]
+fn one_call_visits_no_more_than_its_bound_however_many_blocks_tables_name() {
+    let (broker, sessions, client) = crowd(200, 99);
+    broker.with(|b| {
+        let named = b.tables.total();
+        assert_eq!(named, 200 * 100);
+        let (mut calls, mut visited) = (0, 0);
+        loop {
+            let checked = b.check_some();
+            assert!(checked.visited <= super::books::PER_CALL, "{checked:?}");
+            (calls, visited) = (calls + 1, visited + checked.visited);
+            if checked.through {
+                break;
+            }
+        }
+        assert!(calls >= 3 && visited as u64 > named, "{calls} calls have visited {visited}");
+        assert!(!b.frozen && b.false_alarms() == 0);
+        // A table too many, counted somewhere in the middle of all that.
+        let place = table(b)[100].place;
+        b.state.pool.share([place], |_| {});
+        while !b.check_some().through {}
+        assert!(b.frozen);
+    });
+    std::mem::forget((broker, sessions, client));
+}
+
+#[test]
+fn what_changes_between_two_pieces_of_a_check_raises_no_false_alarm() {
+    let (broker, mut sessions, client) = crowd(40, 20);
+    for round in 0..400 {
+        broker.with(|b| b.check_at_most(7));
+        let at = round % sessions.len();
+        match round % 5 {
+            0 => {
+                let keep = sessions[at].tokens().min(4 * (round % 20));
+                sessions[at].trim(keep).unwrap();
+            }
+            1 => sessions[at].ensure(4 * (round % 80)).unwrap_or_default(),
+            2 => drop(sessions.swap_remove(at)),
+            3 => {
+                let twin = sessions[at].fork().unwrap();
+                sessions.push(twin);
+            }
+            _ => {}
+        }
+        broker.with(|b| assert!(!b.frozen && b.false_alarms() == 0, "round {round}"));
+    }
+    broker.with(|b| b.verify().unwrap());
+    drop((sessions, client));
+}
+
+#[test]
+fn a_tenant_names_no_more_blocks_than_its_bound_and_is_told_what_helps() {
+    let limit = |b: &mut Broker, most| b.policy.table_blocks_per_tenant = most;
+    let (broker, mut sessions, client) = crowd(100, 1);
+    // By default: twice the places of the pool, or the reference model's blocks for each session of a connection.
+    broker.with(|b| {
+        limit(b, None);
+        assert_eq!(b.most_named(), (2 * 8 * 32).max(u64::from(b.policy.sessions_per_connection) * 3));
+        limit(b, Some(320));
+    });
+    let twin = sessions[1].fork().unwrap();
+    sessions.push(twin);
+    let refused = sessions[1].fork().err().unwrap();
+    assert_eq!(refused.fault(), Some(Fault::OverLimit), "{refused}");
+    let text = refused.to_string();
+    for part in ["uid 7 name 300", "100 more", "limit of 320", "limits.table-blocks", "close sessions"] {
+        assert!(text.contains(part), "{text}");
+    }
+    // Nothing has changed, and what it has goes on: what it writes is its own, and comes from the pool.
+    broker.with(|b| {
+        assert_eq!((b.state.sessions.len(), b.named(crate::id::Tenant(7))), (3, 300));
+        b.verify().unwrap();
+    });
+    sessions[0].ensure(404).unwrap();
+    // The same for what is attached, by what it could come to.
+    sessions[1].seal(&(0..160).collect::<Vec<u32>>()).unwrap();
+    let profile = client.profile(&Profile::uniform("page", "f16", 1, 512, 512, 4).unwrap()).unwrap();
+    let mut other = client.open(&profile, OpenOptions::default()).unwrap();
+    let refused = other.attach(&(0..160).collect::<Vec<u32>>()).err().unwrap();
+    assert_eq!(refused.fault(), Some(Fault::OverLimit), "{refused}");
+    assert_eq!(other.attach(&(0..40).collect::<Vec<u32>>()).unwrap(), 39);
+    // With room there is room.
+    drop(sessions.pop());
+    assert!(other.fork().is_ok());
+    sessions[1].fork().unwrap();
 }
 
 #[test]

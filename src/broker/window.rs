@@ -59,6 +59,10 @@ impl Hold {
         self.session
     }
 
+    pub(super) fn blocks(&self) -> &[BlockId] {
+        &self.blocks
+    }
+
     pub(super) fn is_alone(&self) -> bool {
         self.alone
     }
@@ -359,6 +363,17 @@ impl Wish {
     }
 }
 
+/// What a window is called inside: whose it is, and which of the tenant's. Clients are told the latter only, so that the
+/// numbers do not tell what others make. Numbers have 32 bits; of a longer one there is no window.
+fn key(tenant: Tenant, number: u64) -> u64 {
+    u32::try_from(number).map_or(0, |number| u64::from(tenant.0) << 32 | u64::from(number))
+}
+
+/// What its client calls a window.
+fn number(window: u64) -> u64 {
+    window & u64::from(u32::MAX)
+}
+
 impl Broker {
     /// What this machine has for windows.
     pub fn set_means(&mut self, means: Means) {
@@ -460,7 +475,7 @@ impl Broker {
         let format = &self.state.formats[&s.format];
         let part =
             Part::of(&format.profile, what, page_bytes() as u64).map_err(|e| Refused::bad(e.to_string()))?;
-        let old = Some(ask.window.get()).filter(|w| *w != 0);
+        let old = Some(ask.window.get()).filter(|w| *w != 0).map(|number| key(s.tenant, number));
         if let Some(old) = old {
             let mine = self
                 .state
@@ -468,12 +483,17 @@ impl Broker {
                 .get(&old)
                 .filter(|h| !h.closing && (h.client, h.session, h.what) == (client, id, what));
             if mine.is_none() {
-                let text =
-                    format!("window {old} is not a window of {id} over the same part: it may be closed");
+                let text = format!(
+                    "window {} is not a window of {id} over the same part: it may be closed",
+                    ask.window
+                );
                 return Err(Refused::new(Fault::Stale, text));
             }
         }
         self.admit_window(id, s.tenant, old)?;
+        let replaced = old.and_then(|old| self.state.windows.get(&old)).map_or(0, |h| h.blocks.len());
+        let more = (count as usize).saturating_sub(replaced);
+        self.may_name(s.tenant, more, "make windows over fewer blocks")?;
         let at = (first - s.head) as usize;
         let blocks = s.table[at..at + count as usize].to_vec();
         if let Some(copy) = blocks.iter().position(|b| b.place.extent.is_copy()) {
@@ -763,8 +783,15 @@ impl Broker {
 
     /// Writes a window down and takes its references.
     fn note(&mut self, how: How, wish: &Wish) -> u64 {
-        let window = self.state.next_window;
-        self.state.next_window += 1;
+        let number = self.state.window_numbers.entry(wish.tenant).or_default();
+        let window = loop {
+            *number = number.wrapping_add(1).max(1);
+            let window = key(wish.tenant, (*number).into());
+            // After four thousand million of them, one of the first may still be there.
+            if !self.state.windows.contains_key(&window) {
+                break window;
+            }
+        };
         // Staged bytes are copies: their blocks may go wherever they like.
         let blocks = if how == How::Bounce { Vec::new() } else { wish.blocks.clone() };
         blocks.iter().for_each(|b| self.cover(*b));
@@ -825,7 +852,8 @@ impl Broker {
         let part =
             Part::of(&format.profile, hold.what, page_bytes() as u64).expect("checked when it was made");
         let bytes = part.bytes * hold.blocks.len() as u64;
-        let mut made = wire::WindowMade { window: window.into(), bytes: bytes.into(), ..Default::default() };
+        let mut made =
+            wire::WindowMade { window: number(window).into(), bytes: bytes.into(), ..Default::default() };
         made.how = how.code().into();
         made.capacity = bytes.into();
         let mut descriptors = Vec::new();
@@ -875,10 +903,11 @@ impl Broker {
 
     /// The verb `close window`.
     pub(super) fn end_window(&mut self, client: ClientId, mut r: Reader<'_>) -> Result<Answer, Refused> {
-        let window = r.one::<wire::CloseWindow>()?.window.get();
+        let number = r.one::<wire::CloseWindow>()?.window.get();
         r.end()?;
+        let window = key(self.client(client).tenant, number);
         if !self.state.windows.get(&window).is_some_and(|h| h.client == client && !h.closing) {
-            return Err(Refused::new(Fault::Stale, format!("window {window} is not on this connection")));
+            return Err(Refused::new(Fault::Stale, format!("window {number} is not on this connection")));
         }
         self.close_window(window, false);
         Ok(Answer::Now(Reply::default()))
@@ -1149,7 +1178,9 @@ impl Broker {
         };
         before.extend(declined);
         let Ok((header, body)) = wire::split(&message) else { return };
-        let (session, sequence) = (SessionId(header.session.get()), header.sequence.get());
+        let (session, sequence) = (header.session.get(), header.sequence.get());
+        let Some(tenant) = self.state.clients.get(&client).map(|c| c.tenant) else { return };
+        let session = SessionId { tenant, number: session };
         let resume = Resume { declined: before, ready };
         match self.window(client, session, Reader::new(Verb::Window.name(), body), resume) {
             Ok(Answer::Now(reply)) => self.reply(client, Verb::Window, sequence, reply),
@@ -1165,20 +1196,38 @@ impl Broker {
     pub(super) fn window_refs(&self) -> Result<BTreeMap<Place, u32>, String> {
         let mut refs: BTreeMap<Place, u32> = BTreeMap::new();
         for (id, h) in &self.state.windows {
-            if !h.closing && !self.state.sessions.contains_key(&h.session) {
-                return Err(format!("window {id} is open without its {}", h.session));
-            }
+            self.check_window(*id, h)?;
             for block in &h.blocks {
+                self.check_under(*id, *block)?;
                 *refs.entry(block.place).or_default() += 1;
-                if !matches!(self.state.pool.check_claim(*block), Ok(Block::Held { .. })) {
-                    return Err(format!("{block} under window {id} is not held"));
-                }
             }
         }
         if refs != self.windows.cover {
             return Err("the count of windows over each place differs from the windows".into());
         }
         Ok(refs)
+    }
+
+    /// What is true of a window whatever is under it.
+    pub(super) fn check_window(&self, id: u64, h: &Hold) -> Result<(), String> {
+        match h.closing || self.state.sessions.contains_key(&h.session) {
+            true => Ok(()),
+            false => Err(format!("window {id} is open without its {}", h.session)),
+        }
+    }
+
+    /// What is true of one block under it.
+    pub(super) fn check_under(&self, id: u64, block: BlockId) -> Result<(), String> {
+        match self.state.pool.check_claim(block) {
+            Ok(Block::Held { .. }) => Ok(()),
+            _ => Err(format!("{block} under window {id} is not held")),
+        }
+    }
+
+    /// Blocks that the tenant's windows list, those included that are closed and still held.
+    pub(super) fn blocks_under_windows(&self, tenant: Tenant) -> u64 {
+        let mine = self.state.windows.values().filter(|h| h.tenant == tenant);
+        mine.map(|h| h.blocks.len() as u64).sum()
     }
 
     /// Bytes of staging buffers, of which the pool knows nothing.

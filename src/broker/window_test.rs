@@ -606,7 +606,7 @@ fn a_session_that_makes_room_for_another_keeps_what_its_device_may_write_out_of_
     let under = w.made[&fd].clone();
     while w.grow(0) {}
     let all = w.seen(0).table.len();
-    let id = SessionId(w.seen(0).session);
+    let id = SessionId { tenant: crate::id::Tenant(1001), number: w.seen(0).session };
     w.broker.state.sessions.get_mut(&id).unwrap().priority = 1;
     // The other process of the tenant needs room: the session is asked, and ended when its time is up.
     w.send(1, Verb::Grow, |m| {

@@ -165,8 +165,10 @@ impl Default for SocketTable {
 struct LimitsTable {
     connections: u32,
     connections_per_tenant: u32,
+    hello_ms: u32,
     sessions_per_connection: u32,
     profiles_per_connection: u32,
+    table_blocks: Option<u64>,
     windows_per_session: u32,
     windows_per_tenant: u32,
     windows: u32,
@@ -183,8 +185,10 @@ impl Default for LimitsTable {
         LimitsTable {
             connections: policy.connections,
             connections_per_tenant: policy.connections_per_tenant,
+            hello_ms: policy.hello_ms,
             sessions_per_connection: policy.sessions_per_connection,
             profiles_per_connection: policy.profiles_per_connection,
+            table_blocks: policy.table_blocks_per_tenant,
             windows_per_session: policy.windows_per_session,
             windows_per_tenant: policy.windows_per_tenant,
             windows: policy.windows,
@@ -614,14 +618,20 @@ impl Config {
             let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
             return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
         }
+        if file.limits.hello_ms == 0 {
+            let why = "nobody is quick enough for that: give a connection some milliseconds to say hello";
+            return Err(origins.wrong("limits.hello-ms", 0, why.into()));
+        }
         let (common, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
         let limits = Policy {
             common,
             common_bytes,
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
+            hello_ms: file.limits.hello_ms,
             sessions_per_connection: file.limits.sessions_per_connection,
             profiles_per_connection: file.limits.profiles_per_connection,
+            table_blocks_per_tenant: file.limits.table_blocks,
             windows_per_session: file.limits.windows_per_session,
             windows_per_tenant: file.limits.windows_per_tenant,
             windows: file.limits.windows,
@@ -1095,6 +1105,7 @@ mod tests {
             ("[socket]\nadmin-path = \"/run/kvbroker/kvbroker.sock\"\n", "a socket each"),
             ("[socket]\nmode = \"999\"\n", "socket.mode = 999: write it in octal"),
             ("[limits]\nconnections = 0\n", "limits.connections = 0: nobody could use"),
+            ("[limits]\nhello-ms = 0\n", "limits.hello-ms = 0: nobody is quick enough"),
             ("[limits]\nsessions-per-connection = 0\n", "limits.sessions-per-connection = 0"),
             ("[limits]\ntenant = \"2M\"\n", "limits.tenant = 2M: a tenant owns whole extents, and one is 3M"),
             ("[[tenant]]\nuid = 7\nlimit = \"0B\"\n", "tenant = uid 7, limit 0B"),

@@ -7,6 +7,7 @@
 use std::collections::VecDeque;
 use std::io;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::time::Instant;
 
 use nix::sys::epoll::EpollFlags;
 
@@ -29,6 +30,10 @@ pub(super) struct Connection {
     pub uid: u32,
     /// What epoll tells about.
     pub listening: EpollFlags,
+    /// When hello must have been said; `None` once it has.
+    pub hello_by: Option<Instant>,
+    /// The turn of the loop in which it was read from last; 0 for never.
+    pub served: u64,
     queue: VecDeque<Output>,
     /// Descriptors in the last message that had some.
     sent: usize,
@@ -48,8 +53,17 @@ pub(super) enum Flushed {
 }
 
 impl Connection {
-    pub fn new(socket: SeqPacket, pidfd: Option<OwnedFd>, uid: u32) -> Self {
-        Connection { socket, pidfd, uid, listening: EpollFlags::EPOLLIN, queue: VecDeque::new(), sent: 0 }
+    pub fn new(socket: SeqPacket, pidfd: Option<OwnedFd>, uid: u32, hello_by: Instant) -> Self {
+        Connection {
+            socket,
+            pidfd,
+            uid,
+            listening: EpollFlags::EPOLLIN,
+            hello_by: Some(hello_by),
+            served: 0,
+            queue: VecDeque::new(),
+            sent: 0,
+        }
     }
 
     /// Appends a message; `false` when the client has left too many unread.

@@ -159,6 +159,7 @@ fn fill(page: &mut Page, broker: &Broker) -> fmt::Result {
         ("extents_seized", "Extents taken from tenants that had no block in use in them.", c.seized),
         ("reclaims", "Sessions asked to make room for one of higher priority.", c.reclaims),
         ("sessions_lost", "Sessions ended because they did not make room in time.", c.sessions_lost),
+        ("silent_connections", "Connections ended because nobody said hello in time.", c.silent),
         ("blocks_damaged", "Sealed blocks that were found to be not what was sealed.", c.damaged),
     ] {
         page.counter(name, help, value)?;

@@ -14,6 +14,7 @@ mod observe;
 mod pressure;
 mod server;
 mod start;
+mod turns;
 mod watch;
 mod worker;
 

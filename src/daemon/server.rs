@@ -1,7 +1,8 @@
 //! The loop: readiness in, requests to the broker, messages out.
 //!
-//! Owns all connections. Invariants: every connection gets its turn, one message at a time; nothing here blocks; a
-//! client is gone from the broker in the same turn in which its connection or its process has ended.
+//! Owns all connections. Invariants: every tenant gets its turn, one message at a time, and so does each of its connections
+//! ([`turns`](super::turns)); nothing here blocks; a client is gone from the broker in the same turn in which the end of its
+//! connection is read, or its process has ended; who does not say hello in time is gone too.
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
@@ -18,6 +19,7 @@ use super::admin::{self, Operator, Wait};
 use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
 use super::pressure::{Needs, News, Pressure};
+use super::turns::{self, Ready};
 use super::watch::{self, Watch};
 use super::worker::Worker;
 use crate::broker::{Broker, ConnectError, Peer};
@@ -29,6 +31,9 @@ use crate::wire::{self, Event, Fault, MAX_MESSAGE, Writer};
 const PER_TURN: usize = 16;
 /// How long to leave alone what the kernel had no room for.
 const BREATHER: Duration = Duration::from_millis(20);
+
+/// Events that one look finds at most.
+const EVENTS: usize = 512;
 
 /// How often the books are checked in a release build.
 const CHECK_AT_MOST_EVERY: Duration = Duration::from_secs(1);
@@ -83,6 +88,15 @@ struct Tombstone {
     descriptors: usize,
 }
 
+/// What the loop itself holds connections to.
+#[derive(Debug, Clone, Copy)]
+pub(super) struct Limits {
+    /// Connections of one tenant, with those that it has left behind unread.
+    pub connections_per_tenant: u32,
+    /// How long a connection may go without hello.
+    pub hello: Duration,
+}
+
 /// See the module.
 #[derive(Debug)]
 pub(super) struct Server {
@@ -109,7 +123,11 @@ pub(super) struct Server {
     most_in_flight: usize,
     /// Something has happened to a tombstone.
     stirred: bool,
-    connections_per_tenant: u32,
+    limits: Limits,
+    /// Connections on which nobody has said hello yet, by the end of their patience.
+    silent: BTreeSet<(Instant, ClientId)>,
+    /// Counts the turns of the loop.
+    turn: u64,
     /// When windows that are closed, and that somebody may still hold, are looked at again.
     recheck_at: Option<Instant>,
     /// Connections whose messages the kernel had no room for.
@@ -130,7 +148,7 @@ impl Server {
         (clients, admin): (Listener, Listener),
         signals: SignalFd,
         pressure: Pressure,
-        connections_per_tenant: u32,
+        limits: Limits,
         watchdog: Option<Duration>,
     ) -> io::Result<Self> {
         let epoll = Epoll::new(EpollCreateFlags::EPOLL_CLOEXEC)?;
@@ -159,7 +177,9 @@ impl Server {
             in_flight: BTreeSet::new(),
             most_in_flight: most_in_flight(),
             stirred: false,
-            connections_per_tenant,
+            limits,
+            silent: BTreeSet::new(),
+            turn: 0,
             recheck_at: None,
             crowded: BTreeSet::new(),
             paused_until: None,
@@ -172,7 +192,7 @@ impl Server {
 
     /// Serves until a signal asks to stop. What clients hold stays theirs.
     pub fn serve(mut self) -> io::Result<()> {
-        let mut events = [EpollEvent::empty(); 64];
+        let mut events = [EpollEvent::empty(); EVENTS];
         let mut last_watchdog = Instant::now();
         // What the start has left to be done.
         self.carry();
@@ -195,16 +215,26 @@ impl Server {
                 self.watch.stir();
             }
             self.broker.tick(now);
+            let mut ready = Vec::new();
             for event in &events[..count] {
                 match Token::unpack(event.data()) {
                     Some(Token::Signal) if self.asked_to_stop() => return self.stop(),
+                    Some(Token::Client(id)) => ready.extend(self.look_at_client(id, event.events())),
                     Some(token) => self.handle(token, event.events()),
                     None => {}
                 }
             }
+            self.turn += 1;
+            // The others are found again by the next look.
+            for id in turns::choose(ready) {
+                self.read(id);
+            }
+            self.end_silent();
             self.look_at_pressure();
             self.settle();
-            self.check_when_idle(&mut events);
+            if count == 0 {
+                self.check_when_idle();
+            }
         }
     }
 
@@ -228,24 +258,28 @@ impl Server {
         }
     }
 
-    /// Checks every invariant of the broker, at most once a second, when nobody waits for anything.
-    fn check_when_idle(&mut self, events: &mut [EpollEvent]) {
-        if !self.unchecked || self.last_check.elapsed() < CHECK_AT_MOST_EVERY {
+    /// The books are checked at most once a second, and a piece of them at a time, when nobody wants anything.
+    fn check_is_due(&self) -> bool {
+        self.broker.is_checking() || (self.unchecked && self.last_check.elapsed() >= CHECK_AT_MOST_EVERY)
+    }
+
+    /// The wait has found that nobody wants anything.
+    fn check_when_idle(&mut self) {
+        if !self.check_is_due() {
             return;
         }
-        // Level-triggered events that this look finds are found again by the wait; edges are only armed for
-        // connections that have something queued, and then the check waits.
-        if self.connections.values().any(Connection::has_queued) {
-            return;
-        }
-        if matches!(self.epoll.wait(events, EpollTimeout::ZERO), Ok(0)) {
-            self.broker.check();
+        if !self.broker.is_checking() {
             self.unchecked = false;
             self.last_check = Instant::now();
         }
+        self.broker.check_some();
     }
 
     fn timeout(&self, last_watchdog: Instant) -> EpollTimeout {
+        if self.check_is_due() {
+            // Only as long as it takes: a check ends by itself.
+            return EpollTimeout::ZERO;
+        }
         let watchdog = self.watchdog.map(|w| (w / 2).saturating_sub(last_watchdog.elapsed()));
         let breather = (!self.crowded.is_empty()).then_some(BREATHER);
         let pause = self.paused_until.map(|t| t.saturating_duration_since(Instant::now()));
@@ -255,7 +289,10 @@ impl Server {
         let recheck = self.recheck_at.map(|t| t.saturating_duration_since(Instant::now()));
         let look = self.pressure.next_look(self.needs());
         let look = look.map(|t| t.saturating_duration_since(Instant::now()));
-        let soonest = [watchdog, breather, pause, wake, watch, recheck, look].into_iter().flatten().min();
+        // Only while somebody is connected who has not said hello.
+        let silent = self.silent.first().map(|(by, _)| by.saturating_duration_since(Instant::now()));
+        let soonest =
+            [watchdog, breather, pause, wake, watch, recheck, look, silent].into_iter().flatten().min();
         let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
         soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
     }
@@ -273,16 +310,13 @@ impl Server {
                     self.broker.done(done);
                 }
             }
-            Token::Client(id) if self.connections.contains_key(&id) => self.turn(id, events),
             Token::Process(id) if self.connections.contains_key(&id) => {
                 log::debug!("client {}: its process has ended", id.0);
                 self.end(id);
             }
             Token::Operator(id) => self.operator(id, events),
             Token::Pressure => self.pressure.triggered(events),
-            // Of a connection that ended earlier in this turn, or is a tombstone.
-            Token::Client(_) => self.stirred = true,
-            Token::Process(_) | Token::Signal => {}
+            Token::Client(_) | Token::Process(_) | Token::Signal => {}
         }
     }
 
@@ -315,7 +349,7 @@ impl Server {
         self.tombstones.retain(|t| has_unread(&t.socket));
         let dead = self.tombstones.iter().filter(|t| t.uid == uid).count();
         let live = self.connections.values().filter(|c| c.uid == uid).count();
-        let most = self.connections_per_tenant;
+        let most = self.limits.connections_per_tenant;
         if dead > 0 && dead + live >= most as usize {
             let why = format!(
                 "uid {uid} has left {dead} connections behind with descriptors unread, which count until they are closed \
@@ -343,7 +377,8 @@ impl Server {
                 return Err(e.into());
             }
         };
-        let connection = Connection::new(socket, pidfd, uid);
+        let by = Instant::now() + self.limits.hello;
+        let connection = Connection::new(socket, pidfd, uid, by);
         let added =
             self.epoll.add(&connection, EpollEvent::new(EpollFlags::EPOLLIN, Token::Client(id).pack()));
         let watched = match &connection.pidfd {
@@ -357,19 +392,36 @@ impl Server {
             return Err(e.into());
         }
         self.connections.insert(id, connection);
+        self.silent.insert((by, id));
         Ok(())
     }
 
-    /// One client's turn: what waits is sent, else one request is read.
-    fn turn(&mut self, id: ClientId, events: EpollFlags) {
-        let Some(connection) = self.connections.get_mut(&id) else { return };
+    /// Something has happened on a connection: what waits is sent. If nothing does, it may have something to say.
+    fn look_at_client(&mut self, id: ClientId, events: EpollFlags) -> Option<Ready> {
+        let Some(connection) = self.connections.get(&id) else {
+            // It ended earlier in this turn, or is a tombstone.
+            self.stirred = true;
+            return None;
+        };
         if connection.has_queued() || self.broker.is_waiting(id) {
             // A hang-up is seen also by one who is not listened to, or for whose messages there is no room just now.
-            return match events.intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
+            match events.intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
                 true => self.end(id),
                 false => self.flush(id),
-            };
+            }
+            return None;
         }
+        Some(Ready { uid: connection.uid, served: connection.served, id })
+    }
+
+    /// Reads one request of a client to whom nothing is owed.
+    fn read(&mut self, id: ClientId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if connection.has_queued() || self.broker.is_waiting(id) {
+            // An event has been put into its queue meanwhile.
+            return;
+        }
+        connection.served = self.turn;
         match connection.socket.recv(&mut self.buffer) {
             Ok(r) if r.bytes == 0 => self.end(id),
             Ok(r) if !r.fds.is_empty() || r.fds_lost => {
@@ -382,6 +434,7 @@ impl Server {
             }
             Ok(r) => {
                 self.broker.request(id, &self.buffer[..r.bytes]);
+                self.note_hello(id);
                 self.carry();
                 if self.broker.is_waiting(id) {
                     self.listen_for(id, EpollFlags::empty());
@@ -484,12 +537,58 @@ impl Server {
         }
     }
 
-    fn end(&mut self, id: ClientId) {
-        let Some(mut connection) = self.connections.remove(&id) else { return };
+    /// Whoever has said hello need not hurry.
+    fn note_hello(&mut self, id: ClientId) {
+        let Some(connection) = self.connections.get_mut(&id) else { return };
+        if connection.hello_by.is_some() && self.broker.has_greeted(id) {
+            if let Some(by) = connection.hello_by.take() {
+                self.silent.remove(&(by, id));
+            }
+        }
+    }
+
+    /// Connections on which nobody has said hello in time end: each of them is a place that somebody else needs.
+    fn end_silent(&mut self) {
+        while let Some(&(by, id)) = self.silent.first() {
+            if by > Instant::now() {
+                return;
+            }
+            // It may have been said, and not been read yet.
+            self.read(id);
+            if self.silent.remove(&(by, id)) {
+                self.dismiss(id);
+            }
+        }
+    }
+
+    /// Ends a connection on which nobody has said hello. Nothing that counts has been sent there, so nobody has to read
+    /// anything before it is gone.
+    fn dismiss(&mut self, id: ClientId) {
+        let Some(connection) = self.leave(id) else { return };
+        let _ = self.epoll.delete(&connection);
+        self.broker.count_silent();
+        let (uid, ms) = (connection.uid, self.limits.hello.as_millis());
+        log::debug!("client {} (uid {uid}): no hello within {ms} ms", id.0);
+        let why = format!("nobody has said hello on this connection within {ms} ms (limits.hello-ms)");
+        // If the socket takes it.
+        let _ = connection.socket.send(&refusal(Fault::BadRequest, 0, 0, &why), &[]);
+    }
+
+    /// The client is gone from the broker, and from the loop but for its socket.
+    fn leave(&mut self, id: ClientId) -> Option<Connection> {
+        let connection = self.connections.remove(&id)?;
+        if let Some(by) = connection.hello_by {
+            self.silent.remove(&(by, id));
+        }
         if let Some(pidfd) = &connection.pidfd {
             let _ = self.epoll.delete(pidfd);
         }
         self.broker.disconnect(id);
+        Some(connection)
+    }
+
+    fn end(&mut self, id: ClientId) {
+        let Some(mut connection) = self.leave(id) else { return };
         if has_unread(&connection.socket) {
             // The peer may read to the end, and then sees that it is the end. When it reads, or closes, epoll tells: edges
             // only, since a connection that has been shut down is hung up on all the time.
@@ -666,7 +765,9 @@ impl Server {
 fn numbers(why: &ConnectError) -> (Fault, u64, u64) {
     match why {
         ConnectError::Nobody => (Fault::BadRequest, 0, 0),
-        ConnectError::Full(most) => (Fault::OverLimit, u64::from(*most) + 1, (*most).into()),
+        ConnectError::Full(most) | ConnectError::Kept(most) => {
+            (Fault::OverLimit, u64::from(*most) + 1, (*most).into())
+        }
         ConnectError::TenantFull { count, .. } => (Fault::OverLimit, u64::from(*count) + 1, (*count).into()),
     }
 }

@@ -18,7 +18,7 @@ use super::check::{self, memory_bytes};
 use super::config::{Config, DeviceAccess};
 use super::listener::{ListenError, Listener};
 use super::pressure::Pressure;
-use super::server::Server;
+use super::server::{Limits, Server};
 use super::worker::Worker;
 use crate::broker::Broker;
 use crate::heap::{Backend, DmaHeap, Heap, HeapError, Memfd, UDMABUF_DEVICE, Udmabuf, UdmabufLimits};
@@ -193,7 +193,10 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         );
         policy.windows = left;
     }
-    let per_tenant = policy.connections_per_tenant;
+    let limits = Limits {
+        connections_per_tenant: policy.connections_per_tenant,
+        hello: Duration::from_millis(policy.hello_ms.into()),
+    };
     let mut broker = Broker::new(heap, extents.bytes, as_count(extents.count), as_count(least), policy)?;
     broker.set_reason(why);
     broker.set_means(means(config)?);
@@ -219,7 +222,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         status.pool.heap,
     );
     let watchdog = sd_notify::watchdog_enabled().filter(|d| *d > Duration::ZERO);
-    let server = Server::new(broker, worker, (clients, admin), signals, pressure, per_tenant, watchdog)?;
+    let server = Server::new(broker, worker, (clients, admin), signals, pressure, limits, watchdog)?;
     log::info!("ready: {said}");
     if status.pool.backend == Backend::DmaHeap {
         log::info!("count of an extent's holders: {}", status.pool.holder_count.text);

@@ -93,6 +93,12 @@ impl Party {
         assert_eq!(reply.fault, None, "{}", words(&reply));
     }
 
+    /// Closes a session whose table is as the broker knows it: `held` entries with `tokens`.
+    fn close_with(&mut self, session: u64, tokens: u64, held: u32) {
+        let report = wire::Report { tokens: tokens.into(), first: held.into(), used: 0.into() };
+        assert_eq!(self.ask(Verb::Close, session, |w| _ = w.put(&report)).fault, None);
+    }
+
     /// It still is served.
     fn lives(&mut self) {
         let format = self.format;
@@ -428,6 +434,91 @@ fn sessions_and_profiles_beyond_the_operators_limits_are_refused_and_those_that_
     let mine = Party::new(&daemon);
     until("all is as it was", || books(&daemon) == before);
     drop(mine);
+}
+
+#[test]
+fn one_who_forks_without_end_is_refused_with_numbers_and_others_fork_on() {
+    let config = format!("{CONFIG}\n[limits]\ntable-blocks = 10\n");
+    let mut daemon = Place::new(&config).start();
+    let mut mine = Party::new(&daemon);
+    let mut other = daemon.helper(A);
+    other.must("open");
+    other.must("ensure 0 64");
+    let session = mine.open();
+    let credit = mine.credit(4);
+    assert_eq!(mine.report(session, 64, &credit).fault, None);
+    let fork = |mine: &mut Party| {
+        let nothing_new = wire::Report { tokens: 64.into(), first: 4.into(), used: 0.into() };
+        mine.ask(Verb::Fork, session, |w| _ = w.put(&nothing_new))
+    };
+    let twin = fork(&mut mine);
+    assert_eq!(twin.fault, None);
+    let before = books(&daemon);
+    let refusal = fork(&mut mine);
+    refused(&refusal, Fault::OverLimit, "uid 0 name 8 blocks, and 4 more would exceed its limit of 10");
+    assert_eq!(
+        (&refusal.body[..8], &refusal.body[8..16]),
+        (&12u64.to_le_bytes()[..], &10u64.to_le_bytes()[..])
+    );
+    // The limit is the tenant's, whichever connection asks.
+    let mut sibling = Party::new(&daemon);
+    let ask = wire::Attach { count: 160.into(), more: 0.into() };
+    let third = sibling.open();
+    let ids: Vec<u32> = (0..160).collect();
+    let refusal = sibling.ask(Verb::Attach, third, |w| _ = w.put(&ask).put_tokens(&ids));
+    refused(&refusal, Fault::OverLimit, "limits.table-blocks");
+    sibling.close(third);
+    drop(sibling);
+    until("nothing has changed by what was refused", || books(&daemon) == before);
+    let limits = daemon.admin("limits");
+    let said = |uid: u32, key: &str| {
+        let all = limits["tenants"].as_array().unwrap();
+        all.iter().find(|t| t["uid"] == uid).unwrap()[key].as_u64().unwrap()
+    };
+    assert_eq!((said(0, "table_blocks"), said(0, "table_blocks_limit")), (8, 10));
+    other.must("fork 0");
+    assert_eq!(other.say("fork 0"), "over-limit");
+    // What is new is its own, and so is never refused for its name; and with one twin less there is room for another.
+    let more = mine.credit(4);
+    let all: Vec<WireBlock> = credit.iter().chain(&more).copied().collect();
+    let grown = u64::from_le_bytes(twin.body[..8].try_into().unwrap());
+    assert_eq!(mine.report(grown, 128, &all).fault, None);
+    mine.close_with(grown, 128, 8);
+    assert_eq!(fork(&mut mine).fault, None);
+    daemon.lives();
+}
+
+#[test]
+fn nested_prefixes_are_pinned_up_to_a_number_whatever_their_size() {
+    const MOST: u32 = 64;
+    let config = format!("{CONFIG}\n[limits]\npinned = \"1M\"\n");
+    let mut daemon = Place::new(&config).start();
+    let mut mine = Party::new(&daemon);
+    let small = Profile::uniform("pages", "f16", 1, 512, 512, 4).unwrap();
+    let reply = mine.ask(Verb::Profile, 0, |w| wire::put_profile(w, &small, 0));
+    mine.format = u32::from_le_bytes(reply.body[..4].try_into().unwrap());
+    let session = mine.open();
+    let (blocks, tokens) = (MOST + 1, u64::from(4 * (MOST + 1)));
+    let credit = mine.credit(blocks);
+    assert_eq!(mine.seal(session, tokens, &credit, 0, 4 * blocks).fault, None);
+    // Each one block longer than the one before.
+    let pin = |mine: &mut Party, blocks: u32, on: u32| {
+        let report = wire::Report { tokens: tokens.into(), first: (MOST + 1).into(), used: 0.into() };
+        let pin = wire::Pin { report, blocks: blocks.into(), on: on.into() };
+        mine.ask(Verb::Pin, session, |w| _ = w.put(&pin))
+    };
+    for blocks in 1..=MOST {
+        assert_eq!(pin(&mut mine, blocks, 1).fault, None, "{blocks}");
+    }
+    let before = books(&daemon);
+    refused(&pin(&mut mine, blocks, 1), Fault::OverLimit, "64 prefixes pinned");
+    assert_eq!(books(&daemon), before);
+    // One that is pinned already is none more, and one less makes room.
+    assert_eq!(pin(&mut mine, MOST, 1).fault, None);
+    assert_eq!(pin(&mut mine, 1, 0).fault, None);
+    assert_eq!(pin(&mut mine, blocks, 1).fault, None);
+    assert_eq!(daemon.admin("status")["pins"].as_array().unwrap().len(), MOST as usize);
+    daemon.lives();
 }
 
 #[test]

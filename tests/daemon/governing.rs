@@ -267,6 +267,35 @@ fn answers_of_the_second(first: u32) -> Vec<String> {
 }
 
 #[test]
+fn the_numbers_that_a_tenant_is_told_are_the_same_whether_or_not_others_open_anything() {
+    let alone = Daemon::new().helper(B).say("numbers 3");
+    assert_eq!(alone, "[1, 2, 3, 4, 1, 2, 3, 4]", "formats of the connection, and sessions of the tenant");
+    let daemon = Daemon::new();
+    let mut others = daemon.helper(A);
+    (0..3).for_each(|_| others.must("open"));
+    others.must("fork 0");
+    assert_eq!(others.say("numbers 2"), "[1, 2, 3, 4, 5, 6, 7]");
+    let mut mine = daemon.helper(B);
+    assert_eq!(mine.say("numbers 3"), alone);
+    // Its own count, which never goes back.
+    others.must("open");
+    assert_eq!(mine.say("numbers 1"), "[1, 2, 3, 4, 5, 6]");
+    // A number of another one's is a number of nobody's, and operators tell them apart by uid and number.
+    mine.must("open");
+    let sessions = daemon.admin("sessions");
+    let mut names: Vec<(u64, u64)> = sessions
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|s| (s["uid"].as_u64().unwrap(), s["session"].as_u64().unwrap()))
+        .collect();
+    let all = names.len();
+    names.sort_unstable();
+    names.dedup();
+    assert_eq!((names.len(), all), (6, 6), "{names:?}");
+}
+
+#[test]
 fn a_request_that_never_fits_is_refused_at_once_and_holds_up_none_behind_it() {
     let daemon = Daemon::new();
     let mut raw = daemon.raw();

@@ -159,6 +159,19 @@ fn a_hold_that_cannot_be_is_refused_with_who_has_the_memory_and_the_command_neve
 }
 
 #[test]
+fn a_size_at_the_end_of_all_numbers_is_refused_like_any_other_and_the_daemon_goes_on() {
+    let mut daemon = daemon();
+    for size in ["18446744073709551615B", "18446744073709551614B", "16777215T"] {
+        let (code, out, said) = run(&daemon, size, &["echo", "ran"]);
+        assert_eq!((code, out.as_str()), (Some(1), ""), "{size}: {said}");
+        assert!(said.contains("cannot be lent"), "{size}: {said}");
+    }
+    assert_eq!(daemon.account("lent"), 0);
+    is_whole(&daemon);
+    daemon.lives();
+}
+
+#[test]
 fn extents_that_a_tenant_has_without_a_block_in_use_are_lent_too() {
     let daemon = daemon();
     let mut tenant = daemon.helper(A);

@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use kvbroker::wire::{self, Fault, Verb, Writer};
 
-use crate::support::{CONFIG, Daemon, POOL, Place, Raw, open_null, until};
+use crate::support::{CONFIG, Daemon, POOL, Place, Raw, open_null, profile, until};
 
 /// A header with its length filled in, and a body.
 fn message(opcode: u16, sequence: u64, body: &[u8]) -> Vec<u8> {
@@ -268,6 +268,89 @@ fn one_user_cannot_take_all_connections() {
         let mut raw = daemon.raw();
         raw.ask(Verb::Hello, 0, |w| _ = w.put(&hello_body())).is_some_and(|r| r.fault.is_none())
     });
+}
+
+#[test]
+fn a_connection_that_says_no_hello_ends_is_counted_and_keeps_nobody_awake() {
+    let config = format!("{CONFIG}\n[limits]\nhello-ms = 300\n");
+    let mut daemon = Place::new(&config).start();
+    let before = daemon.fds();
+    let mut known = daemon.raw();
+    assert_eq!(known.hello().fault, None);
+    let mut silent = daemon.raw();
+    let mut chatty = daemon.raw();
+    // Words before hello are no hello.
+    let refused = chatty.ask(Verb::Query, 0, |w| _ = w.put(&[0u8; 8][..])).unwrap();
+    assert_eq!(refused.fault, Some(Fault::BadRequest));
+    for raw in [&mut silent, &mut chatty] {
+        let ended = raw.receive().expect("a word before the end");
+        assert_eq!((ended.number, ended.fault), (0, Some(Fault::BadRequest)));
+        assert!(String::from_utf8_lossy(&ended.body[16..]).contains("limits.hello-ms"));
+        assert_eq!(raw.receive(), None);
+    }
+    // One that does not even read what it is told leaves nothing behind either.
+    let unread = daemon.raw();
+    until("it has ended", || daemon.admin("status")["counters"]["silent"] == 3);
+    until("nothing of them is left: a connection takes its socket and its process", || {
+        daemon.clients() == 1 && daemon.fds() == before + 2
+    });
+    // Who has said it has all the time in the world, and the daemon sleeps.
+    let wakes = || {
+        let quiet = daemon.status_line("voluntary_ctxt_switches:");
+        std::thread::sleep(Duration::from_millis(700));
+        daemon.status_line("voluntary_ctxt_switches:") - quiet
+    };
+    until("nothing wakes it up", || wakes() == 0);
+    assert_eq!(known.ask(Verb::Profile, 0, |w| wire::put_profile(w, &profile(), 0)).unwrap().fault, None);
+    drop((unread, silent, chatty));
+    daemon.lives();
+}
+
+#[test]
+fn silent_connections_of_others_leave_a_tenant_with_a_reserve_its_own() {
+    let limits = "[limits]\nconnections = 9\nconnections-per-tenant = 4\nhello-ms = 60000\n";
+    let config = format!("{CONFIG}\n{limits}[[tenant]]\nuid = 4001\nreserve = \"128K\"\n");
+    let mut daemon = Place::new(&config).start();
+    // Two users that take all that they can, and say nothing there.
+    let mut crowd: Vec<_> = [4002, 4003].into_iter().map(|uid| daemon.helper(uid)).collect();
+    crowd.iter_mut().for_each(|c| c.must("connect 4"));
+    until("they have what they can get", || daemon.clients() == 5);
+    let mut refused = daemon.raw();
+    let word = refused.receive().expect("a word before the end");
+    assert_eq!((word.number, word.fault), (0, Some(Fault::OverLimit)));
+    assert!(String::from_utf8_lossy(&word.body[16..]).contains("reserve"));
+    // Four connections are those of the tenant with a reserve, whatever others do.
+    let mut mine: Vec<_> = (0..4).map(|_| daemon.helper(4001)).collect();
+    for helper in &mut mine {
+        helper.must("open");
+    }
+    assert_eq!(daemon.clients(), 9);
+    // What it has left is kept for it.
+    drop(mine.pop());
+    until("it is closed", || daemon.clients() == 8);
+    assert_eq!(daemon.raw().receive().expect("a word").fault, Some(Fault::OverLimit));
+    daemon.helper(4001).must("open");
+    daemon.lives();
+}
+
+#[test]
+fn a_crowd_of_connections_of_one_user_is_served_no_more_often_than_a_neighbour_with_one() {
+    let mut daemon = Daemon::new();
+    let mut mine = daemon.raw();
+    let format = mine.greet();
+    let mut crowd = daemon.helper(4002);
+    crowd.must("connect 20");
+    crowd.must("greet-all");
+    // While nobody is served, twenty connections ask for an extent each, and then one of a neighbour does. There are eight.
+    let daemon_pid = nix::unistd::Pid::from_raw(daemon.pid() as i32);
+    nix::sys::signal::kill(daemon_pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
+    crowd.must(&format!("reserve-all {format} 4"));
+    mine.send(Verb::Reserve, 0, |w| _ = w.put(&wire::Reserve { format: format.into(), want: 4.into() }))
+        .unwrap();
+    nix::sys::signal::kill(daemon_pid, nix::sys::signal::Signal::SIGCONT).unwrap();
+    assert_eq!(mine.receive().unwrap().fault, None, "the crowd was served eight times before");
+    assert_eq!(crowd.say("granted"), "7");
+    daemon.lives();
 }
 
 #[test]

@@ -4,7 +4,7 @@ use std::io::{BufRead, Write};
 use std::time::Duration;
 
 use kvbroker::client::{Client, ClientOptions, ClientProfile, Error, OpenOptions, PlaneView, Session};
-use kvbroker::profile::Kv;
+use kvbroker::profile::{Kv, Profile};
 use kvbroker::wire::{self, Verb, Writer};
 
 use crate::kernel_limits::Crowd;
@@ -27,6 +27,7 @@ struct Role {
     files: Vec<std::fs::File>,
     view: Option<PlaneView>,
     crowd: Crowd,
+    raws: Vec<Raw>,
 }
 
 fn answer(text: &str) {
@@ -61,6 +62,7 @@ fn a_client_process_does_what_it_is_told() {
         files: Vec::new(),
         view: None,
         crowd: Crowd::default(),
+        raws: Vec::new(),
     };
     answer("ready");
     for line in std::io::stdin().lock().lines() {
@@ -219,6 +221,55 @@ impl Role {
             "make-room" => {
                 self.crowd = Crowd::default();
                 "ok".into()
+            }
+            "connect" => {
+                // Connections on which nothing is said; the daemon may refuse them, and then says so on them.
+                let socket = std::env::var_os(ROLE).unwrap();
+                self.raws.extend((0..n[0]).filter_map(|_| Raw::connect(socket.as_ref()).ok()));
+                "ok".into()
+            }
+            "numbers" => {
+                // What a fresh connection is told: its formats, and its sessions.
+                let socket = std::env::var_os(ROLE).unwrap();
+                let mut raw = Raw::connect(socket.as_ref()).unwrap();
+                let mut said = vec![u64::from(raw.greet())];
+                let first = |r: Reply, bytes: usize| {
+                    let mut number = [0; 8];
+                    number[..bytes].copy_from_slice(&r.body[..bytes]);
+                    u64::from_le_bytes(number)
+                };
+                for layers in [3, 2, 5] {
+                    let other = Profile::uniform("other", "f16", layers, 256, 256, PER_BLOCK as u32).unwrap();
+                    let reply = raw.ask(Verb::Profile, 0, |w| wire::put_profile(w, &other, 0)).unwrap();
+                    said.push(first(reply, 4));
+                }
+                for _ in 0..n[0] {
+                    let open = wire::Open { format: (said[1] as u32).into(), ..wire::Open::default() };
+                    said.push(first(raw.ask(Verb::Open, 0, |w| _ = w.put(&open)).unwrap(), 8));
+                }
+                let empty = wire::Report::default();
+                said.push(first(raw.ask(Verb::Fork, said[4], |w| _ = w.put(&empty)).unwrap(), 8));
+                format!("{said:?}")
+            }
+            "hang-up" => {
+                self.raws.clear();
+                "ok".into()
+            }
+            "greet-all" => {
+                self.raws.iter_mut().for_each(|raw| _ = raw.greet());
+                "ok".into()
+            }
+            "reserve-all" => {
+                // Asked for on all connections, and no answer waited for.
+                for raw in &mut self.raws {
+                    let want = wire::Reserve { format: (n[0] as u32).into(), want: (n[1] as u32).into() };
+                    raw.send(Verb::Reserve, 0, |w| _ = w.put(&want)).unwrap();
+                }
+                "ok".into()
+            }
+            "granted" => {
+                let granted = |raw: &mut Raw| raw.receive().is_some_and(|r| r.fault.is_none());
+                self.raws.iter_mut().map(granted).filter(|g| *g).count().to_string()
             }
             "exit" => std::process::exit(0),
             "churn" => self.churn(n[0] as u64),

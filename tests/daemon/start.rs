@@ -72,6 +72,29 @@ fn a_pool_that_cannot_be_ends_with_code_1_and_what_to_do() {
     }
 }
 
+#[test]
+fn a_daemon_that_could_serve_nobody_for_want_of_open_files_does_not_start_and_says_what_would_help() {
+    let place = Place::new(CONFIG);
+    let mut command = place.command();
+    // Eight extents, and what the daemon itself needs.
+    // SAFETY: setrlimit may be called between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            let limit = libc::rlimit { rlim_cur: 56, rlim_max: 56 };
+            match libc::setrlimit(libc::RLIMIT_NOFILE, &limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        })
+    };
+    assert_eq!(command.status().unwrap().code(), Some(1));
+    let log = place.log();
+    for words in ["may open 56 files", "none for connections beside the pool's 8", "LimitNOFILE"] {
+        assert!(log.contains(words), "{words}: {log}");
+    }
+    assert!(!place.socket().exists(), "a daemon that did not start leaves no socket");
+}
+
 /// A start whose socket for clients is elsewhere.
 fn elsewhere(place: &Place, socket: &Path) -> Command {
     let mut command = Command::new(env!("CARGO_BIN_EXE_kvbrokerd"));

@@ -123,7 +123,12 @@ fn after_a_restart_who_reads_a_copy_goes_on_and_others_get_a_new_one() {
     let buffers: BTreeMap<_, _> = there.into_iter().map(fresh).collect();
     w.broker = Broker::from_record(&record, Arc::new(Memfd::new(false)), policy(), buffers).unwrap();
     w.work();
-    assert_eq!(w.broker.state.sessions[&crate::id::SessionId(reader.1)].table, first);
+    assert_eq!(
+        w.broker.state.sessions
+            [&crate::id::SessionId { tenant: w.broker.state.clients[&reader.0].tenant, number: reader.1 }]
+            .table,
+        first
+    );
     let second = w.client(READER);
     let found = w.attach(second);
     assert!(found.len() == 2 && found[0].place.extent.is_copy());

@@ -194,17 +194,17 @@ fn leave_prefix(w: &mut World, client: &mut Client, blocks: u32) {
     let session = *w.broker.state.sessions.last_key_value().unwrap().0;
     let none = wire::Report { tokens: 0.into(), first: 0.into(), used: 0.into() };
     let grow = wire::Grow { report: none, want: blocks.into(), least: blocks.into() };
-    let granted = client.ask_in(w, Verb::Grow, session.0, |m| _ = m.put(&grow)).unwrap().unwrap();
+    let granted = client.ask_in(w, Verb::Grow, session.number, |m| _ = m.put(&grow)).unwrap().unwrap();
     let used = granted_blocks(&granted);
     let report = wire::Report { tokens: u64::from(blocks).into(), first: 0.into(), used: blocks.into() };
-    let sealed = client.ask_in(w, Verb::Seal, session.0, |m| {
+    let sealed = client.ask_in(w, Verb::Seal, session.number, |m| {
         m.put(&wire::Seal { report, from: 0.into(), count: blocks.into() });
         m.put_tokens(&(0..blocks).collect::<Vec<_>>());
         m.put_blocks(used);
     });
     sealed.unwrap().unwrap();
     let report = wire::Report { tokens: u64::from(blocks).into(), first: blocks.into(), used: 0.into() };
-    client.ask_in(w, Verb::Close, session.0, |m| _ = m.put(&report)).unwrap().unwrap();
+    client.ask_in(w, Verb::Close, session.number, |m| _ = m.put(&report)).unwrap().unwrap();
 }
 
 #[test]
