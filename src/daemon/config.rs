@@ -225,6 +225,8 @@ struct CommonTable {
     uid: u32,
     label: String,
     tenants: Vec<u32>,
+    /// Of all copies of this uid's prompts, in whichever of its rules it stands.
+    limit: Option<Size>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -612,9 +614,10 @@ impl Config {
             let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
             return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
         }
-        let (common, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
+        let (common, common_limits, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
         let limits = Policy {
             common,
+            common_limits,
             common_bytes,
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
@@ -691,9 +694,11 @@ impl Config {
 }
 
 /// Whose prompts are common to whom, and the bytes that copies may have.
-fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<(Vec<CommonRule>, u64), ConfigError> {
+type Common = (Vec<CommonRule>, BTreeMap<Tenant, u64>, u64);
+
+fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<Common, ConfigError> {
     let wrong = |value: String, why: &str| Err(origins.wrong("prefix.common", value, why.into()));
-    let mut rules = Vec::new();
+    let (mut rules, mut limits) = (Vec::new(), BTreeMap::new());
     for c in &t.common {
         let value = format!("uid {}, label {:?}", c.uid, c.label);
         if c.label.is_empty() {
@@ -707,14 +712,22 @@ fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<(Vec<CommonRu
         }
         let readers = c.tenants.iter().copied().map(Tenant).collect();
         rules.push(CommonRule { donor: Tenant(c.uid), label: c.label.clone(), readers });
+        let Some(limit) = c.limit else { continue };
+        if limits.insert(Tenant(c.uid), limit.bytes()).is_some_and(|other| other != limit.bytes()) {
+            let value = format!("uid {}, limit {}", c.uid, limit.exact());
+            return wrong(
+                value,
+                "another rule of this uid has another limit, and it is of all its copies together",
+            );
+        }
     }
     match (t.common_limit, rules.is_empty()) {
         (Some(limit), true) => {
             let why = "there is no [[prefix.common]] that it could limit".into();
             Err(origins.wrong("prefix.common-limit", limit.exact(), why))
         }
-        (_, true) => Ok((rules, 0)),
-        (limit, false) => Ok((rules, limit.map_or(pool / 4, Size::bytes))),
+        (_, true) => Ok((rules, limits, 0)),
+        (limit, false) => Ok((rules, limits, limit.map_or(pool / 4, Size::bytes))),
     }
 }
 
