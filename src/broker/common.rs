@@ -478,15 +478,18 @@ impl Broker {
 
     /// The next chain to be copied: of another donor than the last one, if there is one, so that none can keep the others
     /// waiting by pinning and unpinning.
-    fn next_wanted(&self) -> Option<(Tenant, Digest)> {
-        let (wanted, last) = (&self.common.wanted, self.common.last);
-        let after = wanted.iter().find(|(donor, _)| last.is_none_or(|last| *donor > last));
-        after.or_else(|| wanted.first()).copied()
+    fn next_wanted(&self, later: &BTreeSet<Digest>) -> Option<(Tenant, Digest)> {
+        let last = self.common.last;
+        let mut wanted = self.common.wanted.iter().filter(|(_, chain)| !later.contains(chain));
+        let after = wanted.clone().find(|(donor, _)| last.is_none_or(|last| *donor > last));
+        after.or_else(|| wanted.next()).copied()
     }
 
     fn begin_copy(&mut self) {
+        // Those whose sums are still on their way: nobody else waits for them.
+        let mut later = BTreeSet::new();
         while self.common.copying.is_none() {
-            let Some((donor, chain)) = self.next_wanted() else { return };
+            let Some((donor, chain)) = self.next_wanted(&later) else { return };
             let pin = self.state.prefixes.pins().find(|(c, _)| **c == chain).map(|(_, pin)| pin);
             let readers = pin.map(|pin| self.readers_of(pin)).unwrap_or_default();
             let Some(mut names) = self.pinned_names(&chain).filter(|_| !readers.is_empty()) else {
@@ -499,8 +502,8 @@ impl Broker {
             let prefixes = &self.state.prefixes;
             let unread = |name: &Digest| prefixes.get(name).and_then(|b| prefixes.checksum(b)) == Some(None);
             if self.policy.checksums && self.is_summing() && names.iter().any(unread) {
-                // The sums are on their way.
-                return;
+                later.insert(chain);
+                continue;
             }
             self.common.wanted.remove(&(donor, chain));
             if names.is_empty() {

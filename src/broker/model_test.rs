@@ -1899,7 +1899,7 @@ impl Run {
 
     fn set_store(&mut self) {
         let Some(stored) = &self.stored else { return };
-        let location = Location { path: stored.path().join("prefixes"), limit: 64 << 20 };
+        let location = Location { path: stored.path().join("prefixes"), limit: 64 << 20, part: 64 << 20 };
         self.broker.set_store(StorePolicy { location, tenants: None, labels: Vec::new() });
     }
 

@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Broker;
 use crate::id::Tenant;
+use crate::size::Size;
 
 /// The priority of a tenant of which nothing is said.
 pub const USUAL_PRIORITY: u8 = 100;
@@ -180,6 +181,13 @@ impl Broker {
         let mut new = self.state.tenancy.of(tenant);
         if let Some(reserve) = change.reserve {
             new.reserve = whole(reserve.div_ceil(bytes));
+        }
+        if let Some(limit) = change.limit.flatten().filter(|limit| *limit < bytes) {
+            let [limit, each] = [limit, bytes].map(Size::from_bytes);
+            return refused(format!(
+                "uid {}: a limit of {limit} is less than one extent of {each}: a tenant owns whole extents, and could own none",
+                tenant.0
+            ));
         }
         if let Some(limit) = change.limit {
             new.limit = limit.map(|limit| whole(limit / bytes));

@@ -3,7 +3,7 @@
 //! Owns no state. Invariant: a configuration that exists is complete and consistent in itself; an unknown key, a wrong
 //! type or a size without unit is an error that names the file and the key, never a default in disguise.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -236,6 +236,7 @@ struct StoreTable {
     tenants: Option<Vec<u32>>,
     labels: Vec<String>,
     limit: Option<Size>,
+    tenant_limit: Option<Size>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -733,7 +734,8 @@ fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<Common, Confi
 
 fn store(t: StoreTable, pool: u64, origins: &Origins) -> Result<Option<StorePolicy>, ConfigError> {
     let Some(path) = t.directory else {
-        let given = t.tenants.is_some() || !t.labels.is_empty() || t.limit.is_some();
+        let limits = t.limit.or(t.tenant_limit).is_some();
+        let given = t.tenants.is_some() || !t.labels.is_empty() || limits;
         let why = "say which with directory = \"/var/lib/kvbroker/prefixes\"".into();
         return if given { Err(origins.wrong("prefix.store", "no directory", why)) } else { Ok(None) };
     };
@@ -741,9 +743,27 @@ fn store(t: StoreTable, pool: u64, origins: &Origins) -> Result<Option<StorePoli
         let why = "write the directory from the root on".into();
         return Err(origins.wrong("prefix.store", path.display(), why));
     }
-    let limit = t.limit.map_or(pool / 4, Size::bytes);
-    let tenants = t.tenants.map(|all| all.into_iter().map(Tenant).collect());
-    Ok(Some(StorePolicy { location: Location { path, limit }, tenants, labels: t.labels }))
+    if t.labels.iter().any(String::is_empty) {
+        let why = "an empty label names no prefix: leave labels out to store all".into();
+        return Err(origins.wrong("prefix.store", "labels", why));
+    }
+    let limit = t.limit.map_or(pool / 2, Size::bytes);
+    let tenants: Option<BTreeSet<Tenant>> = t.tenants.map(|all| all.into_iter().map(Tenant).collect());
+    // Without names nobody knows how many there will be: then no single one can fill it.
+    let among = tenants.as_ref().map_or(2, |all| all.len().max(1) as u64);
+    let part = t.tenant_limit.map_or(limit / among, Size::bytes);
+    let all = if tenants.is_some() { part.saturating_mul(among) } else { part };
+    if all > limit {
+        let (value, limit) = (Size::from_bytes(part).exact(), Size::from_bytes(limit).exact());
+        let why = match tenants {
+            Some(_) => {
+                format!("{among} tenants with that much have more than the {limit} of prefix.store.limit")
+            }
+            None => format!("that is more than the {limit} of prefix.store.limit, of all tenants together"),
+        };
+        return Err(origins.wrong("prefix.store.tenant-limit", value, why));
+    }
+    Ok(Some(StorePolicy { location: Location { path, limit, part }, tenants, labels: t.labels }))
 }
 
 fn profile(t: &ProfileTable, origins: &Origins) -> Result<Profile, ConfigError> {
@@ -957,6 +977,7 @@ mod tests {
             "tenants",
             "labels",
             "common-limit",
+            "tenant-limit",
             "label",
             "model",
             "name",

@@ -146,7 +146,9 @@ fn heaps(board: &Board, found: &mut Findings) {
         };
     }
     found.ok(area, "names", names.join(", "));
-    let Some(chosen) = board.config.heap_below(&board.tree.real("/")) else {
+    let chosen = board.config.heap_below(&board.tree.real("/"));
+    overlay(found, &names, chosen.as_deref().filter(|_| wanted));
+    let Some(chosen) = chosen else {
         let said = "none of them is a CMA heap by its name";
         return match wanted {
             true => found.fail(area, "chosen", said, "name it: pool.heap in /etc/kvbroker/kvbroker.toml"),
@@ -183,6 +185,31 @@ fn heaps(board: &Board, found: &mut Findings) {
         None => {}
     }
     exposure(board, found, &said, node, rules);
+}
+
+/// Whether the heap that the package's overlay makes is the one that is used. A heap is named after the node of its region.
+fn overlay(found: &mut Findings, names: &[String], chosen: Option<&str>) {
+    let Some(own) = names.iter().find(|name| name.split('@').next() == Some(DAEMON)) else { return };
+    let path = format!("{HEAPS}/{own}");
+    let (area, item) = ("heaps", "overlay");
+    match chosen {
+        Some(chosen) if chosen == path => found.ok(area, item, format!("{path} is the pool's")),
+        Some(chosen) => found.warn(
+            area,
+            item,
+            format!("{path}, the region of the broker's own, is there, and the pool comes from {chosen}"),
+            format!("pool.heap = \"{own}\" in /etc/kvbroker/kvbroker.toml"),
+        ),
+        None => found.warn(
+            area,
+            item,
+            format!("{path}, the region of the broker's own, is there, and the configured pool is none of a heap"),
+            format!(
+                "pool.device = \"contiguous\" and pool.heap = \"{own}\" in /etc/kvbroker/kvbroker.toml; or, where no device \
+                 reads the pool, take the overlay away: kvbroker-install-overlay --remove, and reboot"
+            ),
+        ),
+    }
 }
 
 /// Who else could empty the heap, past any limit of the broker.

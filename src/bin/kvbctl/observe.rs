@@ -137,7 +137,7 @@ pub struct Evict {
     #[arg(long, value_name = "UID")]
     uid: Option<u32>,
     /// Unpin the chains whose names (kvbctl prefixes) begin so, and evict what no session holds of them
-    #[arg(long, value_name = "CHAIN", conflicts_with_all = ["blocks", "uid"])]
+    #[arg(long, value_name = "CHAIN", conflicts_with_all = ["blocks", "uid"], value_parser = super::live::chain)]
     pinned: Option<String>,
 }
 
