@@ -209,7 +209,7 @@ impl Broker {
     fn reach_without(&self, tenant: Tenant, cut: &Cut, own: u32, going: &BTreeMap<Place, u32>) -> u64 {
         let mut left: BTreeMap<Tenant, u32> = BTreeMap::new();
         let mut extents = Vec::new();
-        for (&extent, e) in self.state.pool.extents() {
+        for (&extent, e) in self.state.pool.extents().iter() {
             let Some(o) = e.owned() else { continue };
             let goes = |(slot, s): (usize, &crate::pool::Slot)| match s.block {
                 Block::Free | Block::Suspect(_) => true,

@@ -143,7 +143,7 @@ impl Broker {
 
     /// What is set aside and what windows say are the same; what is wrong otherwise.
     pub(super) fn check_alone(&self) -> Result<(), String> {
-        for (extent, e) in self.state.pool.extents() {
+        for (extent, e) in self.state.pool.extents().iter() {
             let Some(owned) = e.owned() else { continue };
             let Some(session) = self.alone_in(*extent) else {
                 if owned.aside {

@@ -1001,7 +1001,7 @@ impl Broker {
         for (place, windows) in self.window_refs()? {
             *refs.entry(place).or_default() += windows;
         }
-        for (&extent, e) in pool.extents() {
+        for (&extent, e) in pool.extents().iter() {
             for (slot, s) in e.owned().iter().flat_map(|o| o.slots.iter().enumerate()) {
                 let place = crate::id::Place { extent, slot: slot as u32 };
                 let stands = refs.get(&place).copied().unwrap_or(0);
@@ -1067,12 +1067,10 @@ impl Broker {
             // Tables are all the references to it that are counted.
             return Dropped::Kept;
         }
-        let keep = self.state.prefixes.is_published(block.place);
-        let dropped = self.state.pool.drop_ref(block.place, to_credit, keep);
-        match dropped {
-            Dropped::Freed => self.freed(block),
-            Dropped::Cached => _ = self.state.prefixes.let_go(block.place),
-            Dropped::Kept | Dropped::Credit => {}
+        let State { pool, prefixes, .. } = &mut self.state;
+        let dropped = pool.drop_ref(block.place, to_credit, || prefixes.let_go(block.place));
+        if dropped == Dropped::Freed {
+            self.freed(block);
         }
         dropped
     }
@@ -1082,8 +1080,9 @@ impl Broker {
         if block.place.extent.is_copy() {
             return;
         }
-        self.state.pool.share(block.place);
-        self.state.prefixes.hold(block.place);
+        if self.state.pool.share(block.place) {
+            self.state.prefixes.hold(block.place);
+        }
     }
 
     fn freed(&mut self, block: BlockId) {

@@ -10,9 +10,12 @@
 //!   goes first, and what an operation builds on is never taken from under it. Of layers with a sliding window that is
 //!   otherwise: whoever goes on after a prefix reads the last window of it only, so a block needs none of those before it,
 //!   and of a chain goes first what was let go first, which is its start;
-//! - every operation takes logarithmic time, but for a walk up a chain when its last holder of a branch comes or goes.
+//! - a block is found, taken and let go in constant time, but for the ends of chains, which have their place in an order, and
+//!   for a walk up a chain when its last holder of a branch comes or goes.
 
 pub mod chains;
+mod order;
+mod tree;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -21,6 +24,8 @@ use sha2::{Digest as _, Sha256};
 
 use crate::id::{BlockId, ExtentId, FormatId, Place, Tenant};
 use crate::profile::Profile;
+use order::{Account, Order};
+use tree::{At, Entry, Node, Tree};
 
 /// The name of a block's contents: 32 bytes of SHA-256.
 pub type Digest = [u8; 32];
@@ -62,54 +67,6 @@ pub enum Eviction {
     /// Blocks that were found by a look-up stay longer than those that never were, so that a stream of prompts that
     /// come once does not wash out the ones that come again; among equals the one that was let go first.
     Found,
-}
-
-impl Eviction {
-    /// Lower ranks go first. `last`: when the block was let go, by the index's clock.
-    fn rank(self, node: &Node) -> Rank {
-        let class = match self {
-            Eviction::Found => node.hits.min(1),
-            Eviction::Lru => 0,
-        };
-        Rank { priority: node.priority, class, last: node.last }
-    }
-}
-
-/// The place of a block in the order of eviction.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
-struct Rank {
-    priority: u8,
-    class: u32,
-    last: u64,
-}
-
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-struct Node {
-    block: BlockId,
-    tenant: Tenant,
-    format: FormatId,
-    /// `None` for the first block of a sequence.
-    parent: Option<Digest>,
-    /// Which chains that were pinned go through here, named by their last block.
-    pins: BTreeSet<Digest>,
-    /// No session holds it and no pin does.
-    idle: bool,
-    priority: u8,
-    hits: u32,
-    last: u64,
-    /// Of its bytes as they were when it was sealed, once the worker has read them.
-    checksum: Option<u32>,
-    /// Of layers with a window: what continues it does not need it.
-    windowed: bool,
-    /// Children that cannot be evicted, by themselves or because of what continues them.
-    #[serde(skip)]
-    busy: u32,
-}
-
-impl Node {
-    fn is_evictable(&self) -> bool {
-        self.idle && (self.windowed || self.busy == 0)
-    }
 }
 
 /// A block to be published.
@@ -164,11 +121,10 @@ pub struct Pin {
 }
 
 /// All published blocks.
-#[derive(Debug, Clone, PartialEq, Eq, Default, Serialize, Deserialize)]
+#[derive(Debug, Clone, Default, Serialize, Deserialize)]
 #[serde(from = "Stored", into = "Stored")]
 pub struct Prefixes {
     policy: Eviction,
-    nodes: BTreeMap<Digest, Node>,
     pins: BTreeMap<Digest, Pin>,
     clock: u64,
     queries: u64,
@@ -176,16 +132,9 @@ pub struct Prefixes {
     evictions: u64,
     /// Blocks in use that are not what was sealed.
     damaged: BTreeSet<BlockId>,
-    // What follows is derived from the nodes.
-    by_place: BTreeMap<Place, Digest>,
-    /// Parent and child. The parent may have left the index.
-    edges: BTreeSet<(Digest, Digest)>,
-    /// What can be evicted at once: idle, and continued by nothing.
-    leaves: BTreeMap<(Tenant, FormatId), BTreeSet<(Rank, Digest)>>,
-    /// How many blocks can be evicted, one after the other.
-    evictable: BTreeMap<(Tenant, FormatId), u64>,
-    /// The same by extent.
-    evictable_in: BTreeMap<ExtentId, u32>,
+    tree: Tree,
+    // Derived from the tree.
+    order: Order,
 }
 
 /// The part of an index that its record holds.
@@ -203,7 +152,8 @@ struct Stored {
 
 impl From<Prefixes> for Stored {
     fn from(p: Prefixes) -> Self {
-        let Prefixes { policy, nodes, pins, clock, queries, hits, evictions, damaged, .. } = p;
+        let Prefixes { policy, pins, clock, queries, hits, evictions, damaged, tree, .. } = p;
+        let nodes = tree.iter().map(|(_, entry)| (entry.name, entry.node.clone())).collect();
         Stored { policy, nodes, pins, clock, queries, hits, evictions, damaged }
     }
 }
@@ -213,14 +163,46 @@ impl From<Stored> for Prefixes {
         let Stored { policy, nodes, pins, clock, queries, hits, evictions, damaged } = s;
         let mut index =
             Prefixes { policy, pins, clock, queries, hits, evictions, damaged, ..Prefixes::default() };
-        let idle: Vec<Digest> = nodes.iter().filter(|(_, n)| n.idle).map(|(name, _)| *name).collect();
-        for (name, node) in nodes {
-            index.link(name, Node { idle: false, ..node });
+        let mut idle = Vec::new();
+        for (name, mut node) in nodes {
+            // A record may name one place twice: then it is not sound, which the check of it will say.
+            let is_idle = std::mem::take(&mut node.idle);
+            if index.tree.at(node.block.place).is_some() {
+                continue;
+            }
+            let at = index.link(name, node);
+            if is_idle {
+                idle.push(at);
+            }
         }
-        idle.iter().for_each(|name| index.change(name, |node| node.idle = true));
+        idle.into_iter().for_each(|at| index.change(at, |node| node.idle = true));
         index
     }
 }
+
+/// As if each were told by its nodes: where a node is kept is not part of what an index is.
+impl PartialEq for Prefixes {
+    fn eq(&self, other: &Self) -> bool {
+        let numbers = |p: &Self| (p.policy, p.clock, p.queries, p.hits, p.evictions);
+        let nodes = |p: &Self| -> BTreeMap<Digest, (Node, u32, bool)> {
+            let all = p.tree.iter();
+            all.map(|(_, e)| (e.name, (e.node.clone(), e.busy, e.listed))).collect()
+        };
+        let ends = |p: &Self, account: &Account| -> Vec<_> {
+            account.ends.iter().map(|(rank, at)| (*rank, p.tree[*at].name)).collect()
+        };
+        let accounts = |p: &Self| -> Vec<_> {
+            p.order.accounts().map(|a| (a.key, a.blocks, a.evictable, ends(p, a))).collect()
+        };
+        numbers(self) == numbers(other)
+            && (&self.pins, &self.damaged) == (&other.pins, &other.damaged)
+            && self.order.extents() == other.order.extents()
+            && nodes(self) == nodes(other)
+            && accounts(self) == accounts(other)
+    }
+}
+
+impl Eq for Prefixes {}
 
 impl Prefixes {
     /// An empty index that evicts by `policy`.
@@ -232,62 +214,46 @@ impl Prefixes {
     /// block has another name already: what it holds was true of its first name, and it has only one entry to be
     /// forgotten by. So it is for a block that is damaged.
     pub fn publish(&mut self, p: Publication) -> bool {
-        let is_new = !self.nodes.contains_key(&p.name) && !self.by_place.contains_key(&p.block.place);
+        let is_new = self.tree.find(&p.name).is_none() && self.tree.at(p.block.place).is_none();
         if !is_new || self.damaged.contains(&p.block) {
             return false;
         }
         self.clock += 1;
         let Publication { name, parent, block, tenant, format, priority, windowed } = p;
         let pins = BTreeSet::new();
-        let (last, hits, busy, checksum) = (self.clock, 0, 0, None);
-        let node = Node {
-            block,
-            tenant,
-            format,
-            parent,
-            pins,
-            idle: false,
-            priority,
-            hits,
-            last,
-            checksum,
-            windowed,
-            busy,
-        };
-        self.link(name, node);
+        let (idle, last, hits, checksum) = (false, self.clock, 0, None);
+        self.link(
+            name,
+            Node { block, tenant, format, parent, pins, idle, priority, hits, last, checksum, windowed },
+        );
         true
     }
 
     /// Takes in a node that somebody holds.
-    fn link(&mut self, name: Digest, mut node: Node) {
-        let evictable = |child: &&(Digest, Digest)| self.nodes.get(&child.1).is_some_and(Node::is_evictable);
-        let children = self.edges.range((name, [0; 32])..=(name, [0xff; 32]));
-        node.busy = children.filter(|child| !evictable(child)).count() as u32;
-        self.by_place.insert(node.block.place, name);
-        let parent = node.parent;
-        self.nodes.insert(name, node);
-        if let Some(parent) = parent {
-            self.unlist(&parent);
-            self.edges.insert((parent, name));
-            self.list(&parent);
-            self.count_child(&parent, 1);
+    fn link(&mut self, name: Digest, node: Node) -> At {
+        let account = self.order.enter((node.tenant, node.format));
+        let at = self.tree.insert(name, node, account);
+        if let Some(up) = self.tree[at].up() {
+            self.relist(up);
+            self.count_child(up, 1);
         }
+        at
     }
 
     /// The block at `place`, if it is published, is held by somebody.
     pub fn hold(&mut self, place: Place) {
-        let Some(name) = self.by_place.get(&place).copied() else { return };
-        if self.is_idle(&name) {
-            self.change(&name, |node| node.idle = false);
+        let Some(at) = self.tree.at(place) else { return };
+        if self.tree[at].node.idle {
+            self.change(at, |node| node.idle = false);
         }
     }
 
     /// The block at `place` is held by nobody any more. `false` if it is not published: then nobody will find it.
     pub fn let_go(&mut self, place: Place) -> bool {
-        let Some(name) = self.by_place.get(&place).copied() else { return false };
+        let Some(at) = self.tree.at(place) else { return false };
         self.clock += 1;
         let now = self.clock;
-        self.change(&name, |node| {
+        self.change(at, |node| {
             node.idle = true;
             node.last = now;
         });
@@ -296,81 +262,74 @@ impl Prefixes {
 
     /// Whether the block at `place` can be found.
     pub fn is_published(&self, place: Place) -> bool {
-        self.by_place.contains_key(&place)
+        self.tree.at(place).is_some()
     }
 
     /// Changes a node and everything that depends on whether it may be evicted.
-    fn change(&mut self, name: &Digest, change: impl FnOnce(&mut Node)) {
-        self.unlist(name);
-        let Some(node) = self.nodes.get_mut(name) else { return };
-        let before = node.is_evictable();
-        change(node);
-        let (after, parent) = (node.is_evictable(), node.parent);
-        let (key, extent) = ((node.tenant, node.format), node.block.place.extent);
-        self.list(name);
+    fn change(&mut self, at: At, change: impl FnOnce(&mut Node)) {
+        let Prefixes { tree, order, policy, .. } = self;
+        let entry = &mut tree[at];
+        if entry.listed {
+            order.unlist(entry.account, policy.rank(&entry.node), at);
+        }
+        let before = entry.is_evictable();
+        change(&mut entry.node);
+        let after = entry.is_evictable();
+        entry.listed = entry.is_end();
+        if entry.listed {
+            order.list(entry.account, policy.rank(&entry.node), at);
+        }
         if before == after {
             return;
         }
-        count(&mut self.evictable, key, after);
-        count(&mut self.evictable_in, extent, after);
-        if let Some(parent) = parent {
-            self.count_child(&parent, if after { -1 } else { 1 });
+        order.count(entry.account, entry.node.block.place.extent, after);
+        if let Some(up) = entry.up() {
+            self.count_child(up, if after { -1 } else { 1 });
+        }
+    }
+
+    /// Puts a node into the order of eviction, or takes it out, after its first child came or its last one went.
+    fn relist(&mut self, at: At) {
+        let entry = &mut self.tree[at];
+        let is_end = entry.is_end();
+        if std::mem::replace(&mut entry.listed, is_end) == is_end {
+            return;
+        }
+        let (account, rank) = (entry.account, self.policy.rank(&entry.node));
+        match is_end {
+            true => self.order.list(account, rank, at),
+            false => self.order.unlist(account, rank, at),
         }
     }
 
     /// A node has one child more, or less, that cannot be evicted. Goes up as far as that changes anything.
-    fn count_child(&mut self, name: &Digest, by: i32) {
-        let mut next = Some(*name);
-        while let Some(name) = next {
-            let Some(node) = self.nodes.get_mut(&name) else { return };
-            let before = node.is_evictable();
-            node.busy = node.busy.checked_add_signed(by).expect("children are counted as they come and go");
-            let (after, parent) = (node.is_evictable(), node.parent);
-            let (key, extent) = ((node.tenant, node.format), node.block.place.extent);
+    fn count_child(&mut self, at: At, by: i32) {
+        let mut next = Some(at);
+        while let Some(at) = next {
+            let entry = &mut self.tree[at];
+            let before = entry.is_evictable();
+            entry.busy = entry.busy.checked_add_signed(by).expect("children are counted as they come and go");
+            let after = entry.is_evictable();
             if before == after {
                 return;
             }
-            count(&mut self.evictable, key, after);
-            count(&mut self.evictable_in, extent, after);
-            next = parent;
-        }
-    }
-
-    fn has_children(&self, name: &Digest) -> bool {
-        self.edges.range((*name, [0; 32])..=(*name, [0xff; 32])).next().is_some()
-    }
-
-    /// Puts a node into the order of eviction if it may be evicted at once.
-    fn list(&mut self, name: &Digest) {
-        let Some(node) = self.nodes.get(name) else { return };
-        if node.idle && (node.windowed || !self.has_children(name)) {
-            let (key, rank) = ((node.tenant, node.format), self.policy.rank(node));
-            self.leaves.entry(key).or_default().insert((rank, *name));
-        }
-    }
-
-    fn unlist(&mut self, name: &Digest) {
-        let Some(node) = self.nodes.get(name) else { return };
-        let key = (node.tenant, node.format);
-        if let Some(set) = self.leaves.get_mut(&key) {
-            set.remove(&(self.policy.rank(node), *name));
-            if set.is_empty() {
-                self.leaves.remove(&key);
-            }
+            self.order.count(entry.account, entry.node.block.place.extent, after);
+            next = entry.up();
         }
     }
 
     /// The block under `name`, counted as a look-up.
     pub fn look_up(&mut self, name: &Digest) -> Option<BlockId> {
         self.queries += 1;
-        let node = self.nodes.get_mut(name)?;
+        let at = self.tree.find(name)?;
         self.hits += 1;
-        let (block, found) = (node.block, node.hits.saturating_add(1));
+        let entry = &mut self.tree[at];
+        let (block, found) = (entry.node.block, entry.node.hits.saturating_add(1));
         // Only the first find of what is in the order of eviction changes its place there.
-        if node.idle && node.hits == 0 {
-            self.change(name, |node| node.hits = found);
+        if entry.listed && found == 1 {
+            self.change(at, |node| node.hits = found);
         } else {
-            node.hits = found;
+            entry.node.hits = found;
         }
         Some(block)
     }
@@ -380,38 +339,42 @@ impl Prefixes {
         self.hits += 1;
     }
 
-    /// The block under `name`.
-    pub fn get(&self, name: &Digest) -> Option<BlockId> {
-        self.nodes.get(name).map(|n| n.block)
+    fn node(&self, name: &Digest) -> Option<&Node> {
+        self.tree.find(name).map(|at| &self.tree[at].node)
     }
 
-    fn node_of(&self, block: BlockId) -> Option<&Node> {
-        let name = self.by_place.get(&block.place)?;
-        self.nodes.get(name).filter(|n| n.block == block)
+    fn entry_of(&self, block: BlockId) -> Option<&Entry> {
+        let at = self.tree.at(block.place)?;
+        Some(&self.tree[at]).filter(|entry| entry.node.block == block)
+    }
+
+    /// The block under `name`.
+    pub fn get(&self, name: &Digest) -> Option<BlockId> {
+        self.node(name).map(|n| n.block)
     }
 
     /// The checksum of a published block, if it has been taken; `None` for a block that is not published.
     pub fn checksum(&self, block: BlockId) -> Option<Option<u32>> {
-        self.node_of(block).map(|n| n.checksum)
+        self.entry_of(block).map(|entry| entry.node.checksum)
     }
 
     /// Keeps a published block's checksum.
     pub fn set_checksum(&mut self, block: BlockId, sum: u32) {
-        let Some(name) = self.by_place.get(&block.place) else { return };
-        if let Some(node) = self.nodes.get_mut(name).filter(|n| n.block == block) {
+        let Some(at) = self.tree.at(block.place) else { return };
+        let node = &mut self.tree[at].node;
+        if node.block == block {
             node.checksum = Some(sum);
         }
     }
 
     /// The name of a published block.
     pub fn name_of(&self, block: BlockId) -> Option<Digest> {
-        let name = *self.by_place.get(&block.place)?;
-        self.nodes.get(&name).filter(|n| n.block == block).map(|_| name)
+        self.entry_of(block).map(|entry| entry.name)
     }
 
     /// The chains for which a block is pinned.
     pub fn pins_of(&self, block: BlockId) -> Vec<Digest> {
-        self.node_of(block).map_or_else(Vec::new, |n| n.pins.iter().copied().collect())
+        self.entry_of(block).map_or_else(Vec::new, |entry| entry.node.pins.iter().copied().collect())
     }
 
     /// A block in use that has lost its name is never published again. Of earlier marks those stay for which `lives`.
@@ -423,7 +386,8 @@ impl Prefixes {
     /// Pins or unpins, for the chain that ends in `chain`, the block under `name`. Returns the block if with that it
     /// became pinned by somebody, or by nobody.
     pub fn pin(&mut self, name: &Digest, chain: Digest, on: bool) -> Option<BlockId> {
-        let node = self.nodes.get_mut(name)?;
+        let at = self.tree.find(name)?;
+        let node = &mut self.tree[at].node;
         let before = node.pins.is_empty();
         if on {
             node.pins.insert(chain);
@@ -435,7 +399,7 @@ impl Prefixes {
 
     /// Whether `name` is pinned already, by whatever chain.
     pub fn is_pinned(&self, name: &Digest) -> bool {
-        self.nodes.get(name).is_some_and(|n| !n.pins.is_empty())
+        self.node(name).is_some_and(|n| !n.pins.is_empty())
     }
 
     /// Notes who pinned a chain, or that nobody does any more.
@@ -453,141 +417,126 @@ impl Prefixes {
 
     /// The names of a chain from its end to its start, as far as they are in the index.
     pub fn chain(&self, end: &Digest) -> Vec<Digest> {
-        let up = |name: &Digest| self.nodes.get(name).and_then(|n| n.parent);
-        let all = std::iter::successors(Some(*end), |name| up(name));
-        all.take_while(|name| self.nodes.contains_key(name)).collect()
+        let all = std::iter::successors(self.tree.find(end), |at| self.tree[*at].up());
+        all.map(|at| self.tree[at].name).collect()
     }
 
     /// The name that the block under `name` continues.
     pub fn parent(&self, name: &Digest) -> Option<Digest> {
-        self.nodes.get(name)?.parent
+        self.node(name)?.parent
     }
 
     /// The place has become free.
     pub fn forget(&mut self, place: Place) {
-        if let Some(name) = self.by_place.get(&place).copied() {
-            self.remove(&name);
+        if let Some(at) = self.tree.at(place) {
+            self.remove(at);
         }
     }
 
-    fn remove(&mut self, name: &Digest) {
+    fn remove(&mut self, at: At) -> BlockId {
         // As if held: then nothing counts it as evictable any more, and its parent counts it as one that is not.
-        self.change(name, |node| node.idle = false);
-        let Some(node) = self.nodes.remove(name) else { return };
-        self.by_place.remove(&node.block.place);
-        if let Some(parent) = node.parent {
-            self.unlist(&parent);
-            self.edges.remove(&(parent, *name));
-            self.list(&parent);
-            self.count_child(&parent, -1);
+        self.change(at, |node| node.idle = false);
+        let up = self.tree[at].up();
+        let entry = self.tree.remove(at);
+        self.order.leave(entry.account);
+        if let Some(up) = up {
+            self.relist(up);
+            self.count_child(up, -1);
         }
+        entry.node.block
     }
 
     /// How many blocks of a tenant in a format can be evicted, one after the other.
     pub fn evictable(&self, tenant: Tenant, format: FormatId) -> u64 {
-        self.evictable.get(&(tenant, format)).copied().unwrap_or(0)
+        self.order.evictable((tenant, format))
     }
 
     /// How many blocks of all tenants can be evicted, one after the other.
     pub fn evictable_of_all(&self) -> u64 {
-        self.evictable.values().sum()
+        self.order.evictable_of_all()
     }
 
     /// How many blocks in an extent can be evicted, with what continues them.
     pub fn evictable_in(&self, extent: ExtentId) -> u32 {
-        self.evictable_in.get(&extent).copied().unwrap_or(0)
+        self.order.evictable_in(extent)
     }
 
     /// Evicts the one block of a tenant in a format that is to go first.
     pub fn evict(&mut self, tenant: Tenant, format: FormatId) -> Option<BlockId> {
-        let (_, name) = *self.leaves.get(&(tenant, format))?.first()?;
-        Some(self.evict_leaf(&name))
+        let first = self.order.first((tenant, format))?;
+        Some(self.evict_end_at(first))
     }
 
     /// Evicts the one block of all that is to go first.
     pub fn evict_any(&mut self) -> Option<BlockId> {
-        let (_, name) = *self.leaves.values().filter_map(BTreeSet::first).min()?;
-        Some(self.evict_leaf(&name))
+        let first = self.order.first_of(None)?;
+        Some(self.evict_end_at(first))
     }
 
     /// Evicts the one block of a tenant, in whatever format, that is to go first.
     pub fn evict_of(&mut self, tenant: Tenant) -> Option<BlockId> {
-        let all = (tenant, FormatId(0))..=(tenant, FormatId(u32::MAX));
-        let (_, name) = *self.leaves.range(all).filter_map(|(_, set)| set.first()).min()?;
-        Some(self.evict_leaf(&name))
+        let first = self.order.first_of(Some(tenant))?;
+        Some(self.evict_end_at(first))
     }
 
     /// Evicts the block under `name`, if nobody holds it and nothing that needs it continues it.
     pub fn evict_end(&mut self, name: &Digest) -> Option<BlockId> {
-        let node = self.nodes.get(name)?;
-        (node.idle && (node.windowed || !self.has_children(name))).then(|| self.evict_leaf(name))
+        let at = self.tree.find(name)?;
+        self.tree[at].is_end().then(|| self.evict_end_at(at))
     }
 
-    fn evict_leaf(&mut self, name: &Digest) -> BlockId {
-        let block = self.nodes[name].block;
-        self.remove(name);
+    fn evict_end_at(&mut self, at: At) -> BlockId {
         self.evictions += 1;
-        block
+        self.remove(at)
     }
 
     /// Evicts the block at `place` and all that continues it and needs it, ends first. Nothing if somebody holds any of that.
     pub fn evict_at(&mut self, place: Place) -> Vec<BlockId> {
-        let Some(top) = self.by_place.get(&place).copied() else { return Vec::new() };
-        if !self.nodes[&top].is_evictable() {
+        let Some(top) = self.tree.at(place) else { return Vec::new() };
+        if !self.tree[top].is_evictable() {
             return Vec::new();
         }
-        if self.nodes[&top].windowed {
-            return vec![self.evict_leaf(&top)];
-        }
         let mut order = vec![top];
-        let mut at = 0;
-        while at < order.len() {
-            let name = order[at];
-            order.extend(self.edges.range((name, [0; 32])..=(name, [0xff; 32])).map(|(_, child)| *child));
-            at += 1;
+        let mut done = 0;
+        while done < order.len() && !self.tree[order[done]].node.windowed {
+            order.extend(self.tree.children(order[done]));
+            done += 1;
         }
-        order.iter().rev().map(|name| self.evict_leaf(name)).collect()
+        order.into_iter().rev().map(|at| self.evict_end_at(at)).collect()
     }
 
     /// Counts.
     pub fn stats(&self) -> PrefixStats {
-        let pinned = self.nodes.values().filter(|n| !n.pins.is_empty()).count();
+        let pinned = self.tree.iter().filter(|(_, entry)| !entry.node.pins.is_empty()).count();
         let Prefixes { queries, hits, evictions, .. } = *self;
-        PrefixStats { blocks: self.nodes.len(), pinned, queries, hits, evictions }
+        PrefixStats { blocks: self.tree.len(), pinned, queries, hits, evictions }
     }
 
-    /// Every published block with its tenant and whether it is pinned.
+    /// Every published block with its tenant and whether it is pinned, in no order that means anything.
     pub fn iter(&self) -> impl Iterator<Item = (&Digest, BlockId, Tenant, bool)> {
-        self.nodes.iter().map(|(name, n)| (name, n.block, n.tenant, !n.pins.is_empty()))
+        let of = |e: &'_ Entry| (e.node.block, e.node.tenant, !e.node.pins.is_empty());
+        self.tree.iter().map(move |(_, entry)| {
+            let (block, tenant, pinned) = of(entry);
+            (&entry.name, block, tenant, pinned)
+        })
     }
 
     /// Whether the block under `name` is held by nobody and pinned by nobody.
     pub fn is_idle(&self, name: &Digest) -> bool {
-        self.nodes.get(name).is_some_and(|n| n.idle)
+        self.node(name).is_some_and(|n| n.idle)
     }
 
     /// Derives every index anew and compares.
     pub fn check(&self) -> Result<(), String> {
+        self.tree.check()?;
         let anew = Prefixes::from(Stored::from(self.clone()));
         if anew != *self {
             return Err("the prefix index differs from what its blocks say".into());
         }
-        if self.nodes.values().any(|n| n.idle && !n.pins.is_empty()) {
+        if self.tree.iter().any(|(_, entry)| entry.node.idle && !entry.node.pins.is_empty()) {
             return Err("a pinned prefix may be evicted".into());
         }
         Ok(())
-    }
-}
-
-/// Entries of 0 are not kept.
-fn count<K: Ord + Copy, N>(totals: &mut BTreeMap<K, N>, key: K, up: bool)
-where
-    N: Copy + Default + PartialEq + std::ops::Add<Output = N> + std::ops::Sub<Output = N> + From<u8>,
-{
-    let total = totals.entry(key).or_default();
-    *total = if up { *total + N::from(1) } else { *total - N::from(1) };
-    if *total == N::default() {
-        totals.remove(&key);
     }
 }
 

@@ -67,7 +67,7 @@ impl Broker {
         let mut broker = Broker::empty(heap, state.pool.extent_bytes(), policy);
         broker.buffers = buffers.into_iter().map(|(id, buffer)| (id, Arc::new(buffer))).collect();
         let extents = state.pool.extents();
-        broker.buffers.retain(|id, _| extents.contains_key(id));
+        broker.buffers.retain(|id, _| extents.get(id).is_some());
         let missing = |(id, e): (&ExtentId, &Extent)| {
             let needs_none = matches!(e.usage, Use::Dirty | Use::Quarantined | Use::Lent);
             (!needs_none && !broker.buffers.contains_key(id)).then_some(*id)

@@ -96,6 +96,11 @@ impl Owned {
         gone > 0 && (self.free + gone) as usize == self.slots.len()
     }
 
+    /// Where the books list it.
+    pub(super) fn home(&self) -> super::books::Home {
+        (self.tenant, self.format, self.home)
+    }
+
     /// Whether blocks of it can be granted.
     pub(super) fn is_open(&self) -> bool {
         self.free > 0 && !self.wanted_back && !self.aside

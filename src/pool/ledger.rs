@@ -112,7 +112,7 @@ mod tests {
         let mut pool = Pool::new(4096);
         pool.add();
         pool.check().unwrap();
-        pool.ledger.transfer(Account::Free, Account::Lent, 1);
+        pool.books.ledger.transfer(Account::Free, Account::Lent, 1);
         let found = pool.check().unwrap_err();
         assert!(found.starts_with("ledger Ledger([4095, "), "{found}");
     }

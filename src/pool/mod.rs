@@ -2,12 +2,14 @@
 //!
 //! Owns the state of every place. It touches no memory: buffers belong to the broker, which does what the pool
 //! decides. Invariants, each checked by [`Pool::check`]:
-//! - the ledger adds up to the pool, and is what a count from the extents gives;
+//! - the ledger adds up to the pool, and with all that is counted beside it is what a count from the extents gives;
 //! - an extent belongs to one tenant at a time, and changes hands only as a new extent;
 //! - a place is granted only while it is free, and each grant is a new generation of it;
 //! - the index of extents with free places that can be granted is exactly those, and so is that of extents with nothing but cached blocks.
 
+mod books;
 mod extent;
+mod extents;
 mod ledger;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -15,7 +17,9 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use books::Books;
 pub use extent::{Block, Extent, Owned, Slot, Use};
+pub use extents::Extents;
 pub use ledger::{Account, Ledger};
 
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
@@ -73,34 +77,22 @@ pub struct Taken {
     pub written_by: Option<ClientId>,
 }
 
-/// The extents with free places, by whose they are and who lives there.
-type Open = BTreeMap<(Tenant, FormatId, Option<ClientId>), BTreeSet<ExtentId>>;
-/// The extents in which every block in use is cached or suspect, coldest first.
-type Cold = BTreeMap<Tenant, BTreeSet<(u64, ExtentId)>>;
-
 /// All memory the broker holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Stored", into = "Stored")]
 pub struct Pool {
     extent_bytes: u64,
     next: u32,
-    /// Grows with each block that becomes cached: tells warm extents from cold ones.
-    clock: u64,
-    extents: BTreeMap<ExtentId, Extent>,
+    extents: Extents,
     // What follows is derived from the extents, so that a look-up need not search them.
-    ledger: Ledger,
+    books: Books,
     clean: BTreeSet<ExtentId>,
     dirty: BTreeSet<ExtentId>,
     renewing: u32,
     quarantined: u32,
     lent: u32,
-    open: Open,
-    free_places: BTreeMap<(Tenant, FormatId), u64>,
     tenant_extents: BTreeMap<Tenant, u32>,
     held: BTreeMap<ClientId, BTreeSet<ExtentId>>,
-    cold: Cold,
-    pinned: BTreeMap<Tenant, u64>,
-    credit: BTreeMap<ClientId, u64>,
 }
 
 /// The part of a pool that its record holds.
@@ -114,7 +106,8 @@ struct Stored {
 
 impl From<Pool> for Stored {
     fn from(p: Pool) -> Self {
-        Stored { extent_bytes: p.extent_bytes, next: p.next, clock: p.clock, extents: p.extents }
+        let Pool { extent_bytes, next, extents, books, .. } = p;
+        Stored { extent_bytes, next, clock: books.clock, extents: extents.into() }
     }
 }
 
@@ -149,8 +142,8 @@ impl TryFrom<Stored> for Pool {
         }
         let mut pool = Pool::new(s.extent_bytes);
         pool.next = s.next;
-        pool.clock = s.clock;
-        pool.extents = s.extents;
+        pool.books.clock = s.clock;
+        pool.extents = s.extents.into();
         pool.index();
         Ok(pool)
     }
@@ -162,21 +155,15 @@ impl Pool {
         Pool {
             extent_bytes,
             next: 1,
-            clock: 0,
-            extents: BTreeMap::new(),
-            ledger: Ledger::default(),
+            extents: Extents::default(),
+            books: Books::default(),
             clean: BTreeSet::new(),
             dirty: BTreeSet::new(),
             renewing: 0,
             quarantined: 0,
             lent: 0,
-            open: Open::new(),
-            free_places: BTreeMap::new(),
             tenant_extents: BTreeMap::new(),
             held: BTreeMap::new(),
-            cold: Cold::new(),
-            pinned: BTreeMap::new(),
-            credit: BTreeMap::new(),
         }
     }
 
@@ -186,7 +173,7 @@ impl Pool {
         self.next += 1;
         self.extents.insert(id, Extent::clean());
         self.clean.insert(id);
-        self.ledger[Account::Free] += self.extent_bytes;
+        self.books.ledger[Account::Free] += self.extent_bytes;
         id
     }
 
@@ -196,13 +183,13 @@ impl Pool {
     }
 
     /// All extents.
-    pub fn extents(&self) -> &BTreeMap<ExtentId, Extent> {
+    pub fn extents(&self) -> &Extents {
         &self.extents
     }
 
     /// Where every byte is.
     pub fn ledger(&self) -> &Ledger {
-        &self.ledger
+        &self.books.ledger
     }
 
     /// How many extents belong to `tenant`.
@@ -217,7 +204,7 @@ impl Pool {
 
     /// Free places in extents that `tenant` has in this format already.
     pub fn free_places(&self, tenant: Tenant, format: FormatId) -> u64 {
-        self.free_places.get(&(tenant, format)).copied().unwrap_or(0)
+        self.books.free_places.get(&(tenant, format)).copied().unwrap_or(0)
     }
 
     /// What a place holds, if it exists.
@@ -284,14 +271,14 @@ impl Pool {
     /// of the tenant, else in a clean extent. `None` when there is none left within the bounds of the request.
     pub fn take(&mut self, take: &Take) -> Option<Taken> {
         let place = self.find(take)?;
-        let owned = self.owned_mut(place.extent);
+        let extent = self.extents.get_mut(&place.extent)?;
+        let Use::Owned(owned) = &mut extent.usage else { return None };
         let slot = &mut owned.slots[place.slot as usize];
         let written_by = slot.written_by.replace(take.client);
         slot.generation += 1;
         let block = BlockId { place, generation: slot.generation };
-        let extent = self.extents.get_mut(&place.extent).expect("an extent just found");
         extent.last_generation = extent.last_generation.max(block.generation);
-        self.set(place, Block::Credit(take.client));
+        self.books.set(owned, place, Block::Credit(take.client));
         Some(Taken { block, written_by })
     }
 
@@ -311,10 +298,10 @@ impl Pool {
             }
         }
         let home = Some(take.client);
-        let at_home = self.open.get(&(tenant, format, home)).and_then(|set| set.first()).copied();
+        let at_home = self.books.open.get(&(tenant, format, home)).and_then(|set| set.first()).copied();
         let elsewhere = || {
             let all = (tenant, format, None)..=(tenant, format, Some(ClientId(u64::MAX)));
-            self.open.range(all).flat_map(|(_, set)| set).copied().next()
+            self.books.open.range(all).flat_map(|(_, set)| set).copied().next()
         };
         let known = |e: &ExtentId| take.new_descriptors > 0 || self.is_holder(*e, take.client);
         let extent = match at_home.filter(known).or_else(|| elsewhere().filter(known)) {
@@ -336,7 +323,7 @@ impl Pool {
         let cut = take.cut;
         let extent = self.extents.get_mut(&id).expect("the clean list names extents of the pool");
         let fresh = Slot { generation: extent.last_generation, block: Block::Free, written_by: None };
-        extent.usage = Use::Owned(Owned {
+        let owned = Owned {
             tenant: take.tenant,
             format: cut.format,
             slot_bytes: cut.slot_bytes,
@@ -348,37 +335,30 @@ impl Pool {
             warmth: 0,
             wanted_back: false,
             aside: false,
-        });
+        };
+        self.books.open(&owned, id);
+        extent.usage = Use::Owned(owned);
         let bytes = cut.slot_bytes * u64::from(cut.slots);
-        self.ledger.transfer(Account::Free, Account::Stranded, bytes);
-        self.ledger.transfer(Account::Free, Account::Waste, self.extent_bytes - bytes);
+        self.books.ledger.transfer(Account::Free, Account::Stranded, bytes);
+        self.books.ledger.transfer(Account::Free, Account::Waste, self.extent_bytes - bytes);
         *self.tenant_extents.entry(take.tenant).or_default() += 1;
-        self.count_free((take.tenant, cut.format), i64::from(cut.slots));
-        self.open.entry((take.tenant, cut.format, Some(take.client))).or_default().insert(id);
         Some(id)
     }
 
     fn rehome(&mut self, extent: ExtentId, home: Option<ClientId>) {
-        let owned = self.owned_mut(extent);
-        let old = (owned.tenant, owned.format, owned.home);
+        let Pool { extents, books, .. } = self;
+        let Some(owned) = extents.owned_mut(extent) else { return };
+        let is_open = owned.is_open();
+        if is_open {
+            books.close(owned, extent);
+        }
         owned.home = home;
-        let open = owned.is_open();
-        if open {
-            self.close(old, extent);
-            self.open.entry((old.0, old.1, home)).or_default().insert(extent);
+        if is_open {
+            books.open(owned, extent);
         }
     }
 
-    /// Entries of 0 are not kept: the index holds exactly what a count from the extents gives.
-    fn count_free(&mut self, key: (Tenant, FormatId), change: i64) {
-        let places = self.free_places.entry(key).or_default();
-        *places = places.checked_add_signed(change).expect("free places are counted since the cut");
-        if *places == 0 {
-            self.free_places.remove(&key);
-        }
-    }
-
-    /// The same for the descriptors of a client.
+    /// Entries without an extent are not kept.
     fn forget_holder(&mut self, extent: ExtentId, client: ClientId) {
         if let Some(set) = self.held.get_mut(&client) {
             set.remove(&extent);
@@ -388,80 +368,10 @@ impl Pool {
         }
     }
 
-    fn close(&mut self, key: (Tenant, FormatId, Option<ClientId>), extent: ExtentId) {
-        let set = self.open.get_mut(&key).expect("an extent with free places is in the index");
-        set.remove(&extent);
-        if set.is_empty() {
-            self.open.remove(&key);
-        }
-    }
-
-    fn owned_mut(&mut self, extent: ExtentId) -> &mut Owned {
-        match self.extents.get_mut(&extent).map(|e| &mut e.usage) {
-            Some(Use::Owned(owned)) => owned,
-            _ => unreachable!("{extent} is not in a tenant's hands; callers check"),
-        }
-    }
-
-    /// The one place where a slot changes: books the change in the ledger and in every index.
     fn set(&mut self, place: Place, to: Block) {
-        let owned = self.owned_mut(place.extent);
-        let was_cold = owned.is_cold();
-        let warmth = owned.warmth;
-        let slot = &mut owned.slots[place.slot as usize];
-        let from = std::mem::replace(&mut slot.block, to);
-        if matches!((from, to), (Block::Held { .. }, Block::Held { .. })) && from.account() == to.account() {
-            // One table more or less: nothing that is counted has changed.
-            return;
-        }
-        let (was_free, is_free) = (from == Block::Free, to == Block::Free);
-        let key = (owned.tenant, owned.format, owned.home);
-        let bytes = owned.slot_bytes;
-        owned.cached = owned.cached - u32::from(from.is_cached()) + u32::from(to.is_cached());
-        let suspect = |b: Block| u32::from(matches!(b, Block::Suspect(_)));
-        owned.suspect = owned.suspect - suspect(from) + suspect(to);
-        let aside = owned.aside;
-        if was_free && !is_free {
-            owned.free -= 1;
-            let full = owned.free == 0;
-            if !aside {
-                self.count_free((key.0, key.1), -1);
-                if full {
-                    self.close(key, place.extent);
-                }
-            }
-        } else if is_free && !was_free {
-            owned.free += 1;
-            if !aside {
-                self.count_free((key.0, key.1), 1);
-                self.open.entry(key).or_default().insert(place.extent);
-            }
-        }
-        if to.is_cached() && !from.is_cached() {
-            self.clock += 1;
-            let now = self.clock;
-            self.owned_mut(place.extent).warmth = now;
-        }
-        if was_cold {
-            remove_from(&mut self.cold, key.0, &(warmth, place.extent));
-        }
-        let owned = self.owned_mut(place.extent);
-        let (is_cold, warmth) = (owned.is_cold(), owned.warmth);
-        if is_cold {
-            self.cold.entry(key.0).or_default().insert((warmth, place.extent));
-        }
-        self.count_use(key.0, from, bytes, false);
-        self.count_use(key.0, to, bytes, true);
-        self.ledger.transfer(from.account(), to.account(), bytes);
-    }
-
-    /// Books what a tenant has pinned and what a client has as credit. Entries of 0 are not kept.
-    fn count_use(&mut self, tenant: Tenant, block: Block, bytes: u64, add: bool) {
-        match block {
-            Block::Held { pinned: true, .. } => count(&mut self.pinned, tenant, bytes, add),
-            Block::Credit(client) => count(&mut self.credit, client, bytes, add),
-            _ => {}
-        }
+        let Pool { extents, books, .. } = self;
+        let owned = extents.owned_mut(place.extent);
+        books.set(owned.expect("callers look what a place holds before they change it"), place, to);
     }
 
     fn block(&self, place: Place) -> Block {
@@ -479,34 +389,44 @@ impl Pool {
         }
     }
 
-    /// A block in use enters one more table.
-    pub fn share(&mut self, place: Place) {
-        if let Block::Held { refs, sealed, pinned } = self.block(place) {
-            self.set(place, Block::Held { refs: refs + 1, sealed, pinned });
-        }
+    /// A block in use enters one more table. Whether it was cached until now.
+    pub fn share(&mut self, place: Place) -> bool {
+        let Pool { extents, books, .. } = self;
+        let Some(owned) = extents.owned_mut(place.extent) else { return false };
+        let block = owned.slots.get(place.slot as usize).map(|slot| slot.block);
+        let Some(Block::Held { refs, sealed, pinned }) = block else { return false };
+        books.set(owned, place, Block::Held { refs: refs + 1, sealed, pinned });
+        refs == 0 && !pinned
     }
 
     /// A block leaves a table. The last holder of an unsealed block gets it as credit if `to_credit` names it; a sealed
-    /// one stays as cached if `keep`.
-    pub fn drop_ref(&mut self, place: Place, to_credit: Option<ClientId>, keep: bool) -> Dropped {
-        let Block::Held { refs, sealed, pinned } = self.block(place) else {
+    /// one stays as cached if `keep`, which is asked then only.
+    pub fn drop_ref(
+        &mut self,
+        place: Place,
+        to_credit: Option<ClientId>,
+        keep: impl FnOnce() -> bool,
+    ) -> Dropped {
+        let Pool { extents, books, .. } = self;
+        let owned = extents.owned_mut(place.extent).expect("a table names blocks that are held");
+        let Block::Held { refs, sealed, pinned } = owned.slots[place.slot as usize].block else {
             unreachable!("a table names blocks that are held");
         };
         if refs > 1 || pinned {
-            self.set(place, Block::Held { refs: refs - 1, sealed, pinned });
+            books.set(owned, place, Block::Held { refs: refs - 1, sealed, pinned });
             return Dropped::Kept;
         }
         match to_credit {
             Some(client) if !sealed => {
-                self.set(place, Block::Credit(client));
+                books.set(owned, place, Block::Credit(client));
                 Dropped::Credit
             }
-            _ if sealed && keep => {
-                self.set(place, Block::Held { refs: 0, sealed, pinned });
+            _ if sealed && keep() => {
+                books.set(owned, place, Block::Held { refs: 0, sealed, pinned });
                 Dropped::Cached
             }
             _ => {
-                self.set(place, Block::Free);
+                books.set(owned, place, Block::Free);
                 Dropped::Freed
             }
         }
@@ -581,7 +501,7 @@ impl Pool {
 
     /// Extents of `tenant` in which every block in use is cached, or held back from everybody; coldest first.
     pub fn cold(&self, tenant: Tenant) -> impl Iterator<Item = ExtentId> {
-        self.cold.get(&tenant).into_iter().flatten().map(|(_, extent)| *extent)
+        self.books.cold.get(&tenant).into_iter().flatten().map(|(_, extent)| *extent)
     }
 
     /// Every tenant that has extents.
@@ -591,12 +511,12 @@ impl Pool {
 
     /// Bytes that `tenant` has pinned.
     pub fn pinned_bytes(&self, tenant: Tenant) -> u64 {
-        self.pinned.get(&tenant).copied().unwrap_or(0)
+        self.books.pinned.get(&tenant).copied().unwrap_or(0)
     }
 
     /// Bytes that `client` has as credit.
     pub fn credit_bytes(&self, client: ClientId) -> u64 {
-        self.credit.get(&client).copied().unwrap_or(0)
+        self.books.credit.get(&client).copied().unwrap_or(0)
     }
 
     /// All credit of `client`.
@@ -655,11 +575,10 @@ impl Pool {
         };
         assert_eq!(owned.free as usize, owned.slots.len(), "{extent} has a block in use");
         let bytes = owned.slot_bytes * owned.slots.len() as u64;
-        self.ledger.transfer(Account::Stranded, Account::Free, bytes);
-        self.ledger.transfer(Account::Waste, Account::Free, self.extent_bytes - bytes);
+        self.books.ledger.transfer(Account::Stranded, Account::Free, bytes);
+        self.books.ledger.transfer(Account::Waste, Account::Free, self.extent_bytes - bytes);
         if owned.is_open() {
-            self.count_free((owned.tenant, owned.format), -(owned.slots.len() as i64));
-            self.close((owned.tenant, owned.format, owned.home), extent);
+            self.books.close(&owned, extent);
         }
         let extents = self.tenant_extents.get_mut(&owned.tenant).expect("counted since the cut");
         *extents -= 1;
@@ -673,46 +592,38 @@ impl Pool {
     /// The holders of an extent without a block in use are asked for it: until [`let_back`](Self::let_back), or until it
     /// has come, no block of it is granted. Returns the holders.
     pub fn want_back(&mut self, extent: ExtentId) -> BTreeSet<ClientId> {
-        let e = self.extents.get_mut(&extent).expect("callers name extents of the pool");
+        let Pool { extents, books, .. } = self;
+        let e = extents.get_mut(&extent).expect("callers name extents of the pool");
         e.told = e.holders.clone();
-        let holders = e.holders.clone();
-        let owned = self.owned_mut(extent);
+        let Use::Owned(owned) = &mut e.usage else {
+            unreachable!("{extent} is not in a tenant's hands; callers check")
+        };
         assert_eq!(owned.free as usize, owned.slots.len(), "{extent} has a block in use");
         if owned.is_open() {
+            books.close(owned, extent);
             owned.wanted_back = true;
-            let (key, slots) = ((owned.tenant, owned.format, owned.home), owned.slots.len() as i64);
-            self.count_free((key.0, key.1), -slots);
-            self.close(key, extent);
         }
-        holders
+        e.holders.clone()
     }
 
     /// It is not wanted back any more: its owner may have blocks of it again.
     pub fn let_back(&mut self, extent: ExtentId) {
-        let Some(Use::Owned(owned)) = self.extents.get_mut(&extent).map(|e| &mut e.usage) else { return };
+        let Pool { extents, books, .. } = self;
+        let Some(owned) = extents.owned_mut(extent) else { return };
         if std::mem::take(&mut owned.wanted_back) && owned.is_open() {
-            let (key, free) = ((owned.tenant, owned.format, owned.home), i64::from(owned.free));
-            self.count_free((key.0, key.1), free);
-            self.open.entry(key).or_default().insert(extent);
+            books.open(owned, extent);
         }
     }
 
     /// Sets an extent aside, so that no block of it is granted, or ends that. What is in use stays in use.
     pub fn set_aside(&mut self, extent: ExtentId, on: bool) {
-        let Some(Use::Owned(owned)) = self.extents.get_mut(&extent).map(|e| &mut e.usage) else { return };
+        let Pool { extents, books, .. } = self;
+        let Some(owned) = extents.owned_mut(extent) else { return };
         let was_open = owned.is_open();
         owned.aside = on;
-        let (key, free, is_open) =
-            ((owned.tenant, owned.format, owned.home), i64::from(owned.free), owned.is_open());
-        match (was_open, is_open) {
-            (true, false) => {
-                self.count_free((key.0, key.1), -free);
-                self.close(key, extent);
-            }
-            (false, true) => {
-                self.count_free((key.0, key.1), free);
-                self.open.entry(key).or_default().insert(extent);
-            }
+        match (was_open, owned.is_open()) {
+            (true, false) => books.close(owned, extent),
+            (false, true) => books.open(owned, extent),
             _ => {}
         }
     }
@@ -731,7 +642,7 @@ impl Pool {
     /// asked back, or taken where the kernel can cut a holder off.
     pub fn idle(&self, tenant: Tenant, format: FormatId) -> Vec<ExtentId> {
         let idle = |o: &Owned| o.free as usize == o.slots.len() && (o.tenant, o.format) != (tenant, format);
-        let all = self.open.values().flatten();
+        let all = self.books.open.values().flatten();
         all.filter(|e| self.extents[*e].owned().is_some_and(idle)).copied().collect()
     }
 
@@ -755,11 +666,11 @@ impl Pool {
 
     /// Whoever was renewing extents is gone: they are dirty again.
     pub fn renew_again(&mut self) {
-        for (id, extent) in &mut self.extents {
-            if extent.usage == Use::Renewing {
-                extent.usage = Use::Dirty;
-                self.dirty.insert(*id);
-            }
+        let renewing = self.extents.iter().filter(|(_, e)| e.usage == Use::Renewing).map(|(id, _)| *id);
+        let renewing: Vec<ExtentId> = renewing.collect();
+        for id in renewing {
+            self.extents.get_mut(&id).expect("just seen").usage = Use::Dirty;
+            self.dirty.insert(id);
         }
         self.renewing = 0;
     }
@@ -772,7 +683,7 @@ impl Pool {
         }
         self.renewing -= 1;
         self.quarantined += 1;
-        self.ledger.transfer(Account::Free, Account::Quarantined, self.extent_bytes);
+        self.books.ledger.transfer(Account::Free, Account::Quarantined, self.extent_bytes);
         true
     }
 
@@ -784,7 +695,7 @@ impl Pool {
         }
         self.quarantined -= 1;
         self.dirty.insert(extent);
-        self.ledger.transfer(Account::Quarantined, Account::Free, self.extent_bytes);
+        self.books.ledger.transfer(Account::Quarantined, Account::Free, self.extent_bytes);
     }
 
     /// Extents that somebody holds to whom they do not belong.
@@ -807,7 +718,7 @@ impl Pool {
             _ => return None,
         };
         self.extents.remove(&extent);
-        self.ledger[account] -= self.extent_bytes;
+        self.books.ledger[account] -= self.extent_bytes;
         renewed.then(|| self.add())
     }
 
@@ -816,7 +727,7 @@ impl Pool {
         let id = self.clean.pop_last()?;
         self.extents.get_mut(&id).expect("the clean list names extents of the pool").usage = Use::Lent;
         self.lent += 1;
-        self.ledger.transfer(Account::Free, Account::Lent, self.extent_bytes);
+        self.books.ledger.transfer(Account::Free, Account::Lent, self.extent_bytes);
         Some(id)
     }
 
@@ -827,7 +738,7 @@ impl Pool {
         }
         self.extents.remove(&extent);
         self.lent -= 1;
-        self.ledger[Account::Lent] -= self.extent_bytes;
+        self.books.ledger[Account::Lent] -= self.extent_bytes;
         true
     }
 
@@ -837,17 +748,17 @@ impl Pool {
     }
 
     fn index(&mut self) {
-        let fresh = Pool { extents: BTreeMap::new(), ..Pool::new(self.extent_bytes) };
         let extents = std::mem::take(&mut self.extents);
-        *self = Pool { next: self.next, clock: self.clock, ..fresh };
-        for (&id, e) in &extents {
+        let books = Books { clock: self.books.clock, ..Books::default() };
+        *self = Pool { next: self.next, books, ..Pool::new(self.extent_bytes) };
+        for (&id, e) in extents.iter() {
             let Some(o) = e.owned() else {
                 let account = match e.usage {
                     Use::Quarantined => Account::Quarantined,
                     Use::Lent => Account::Lent,
                     _ => Account::Free,
                 };
-                self.ledger[account] += self.extent_bytes;
+                self.books.ledger[account] += self.extent_bytes;
                 match e.usage {
                     Use::Clean => _ = self.clean.insert(id),
                     Use::Dirty => _ = self.dirty.insert(id),
@@ -857,21 +768,20 @@ impl Pool {
                 }
                 continue;
             };
-            self.ledger[Account::Waste] += self.extent_bytes - o.slot_bytes * o.slots.len() as u64;
+            self.books.ledger[Account::Waste] += self.extent_bytes - o.slot_bytes * o.slots.len() as u64;
             for s in &o.slots {
-                self.ledger[s.block.account()] += o.slot_bytes;
-                self.count_use(o.tenant, s.block, o.slot_bytes, true);
+                self.books.ledger[s.block.account()] += o.slot_bytes;
+                self.books.count_use(o.tenant, s.block, o.slot_bytes, true);
             }
             if o.is_cold() {
-                self.cold.entry(o.tenant).or_default().insert((o.warmth, id));
+                self.books.cold.entry(o.tenant).or_default().insert((o.warmth, id));
             }
             *self.tenant_extents.entry(o.tenant).or_default() += 1;
             for client in &e.holders {
                 self.held.entry(*client).or_default().insert(id);
             }
             if o.is_open() {
-                self.count_free((o.tenant, o.format), i64::from(o.free));
-                self.open.entry((o.tenant, o.format, o.home)).or_default().insert(id);
+                self.books.open(o, id);
             }
         }
         self.extents = extents;
@@ -881,14 +791,14 @@ impl Pool {
     pub fn check(&self) -> Result<(), String> {
         let mut anew = self.clone();
         anew.index();
-        if anew.ledger != self.ledger {
-            return Err(format!("ledger {:?}, counted {:?}", self.ledger, anew.ledger));
+        if anew.books.ledger != self.books.ledger {
+            return Err(format!("ledger {:?}, counted {:?}", self.books.ledger, anew.books.ledger));
         }
         let bytes = self.extents.len() as u64 * self.extent_bytes;
-        if self.ledger.total() != bytes {
-            return Err(format!("the ledger adds up to {}, the pool is {bytes}", self.ledger.total()));
+        if self.books.ledger.total() != bytes {
+            return Err(format!("the ledger adds up to {}, the pool is {bytes}", self.books.ledger.total()));
         }
-        for (id, e) in &self.extents {
+        for (id, e) in self.extents.iter() {
             if !e.told.is_subset(&e.holders) {
                 return Err(format!("{id} is wanted from a client that has not got it"));
             }
@@ -933,25 +843,4 @@ pub enum Dropped {
     Cached,
     /// It is free.
     Freed,
-}
-
-fn remove_from<K: Ord, V: Ord>(sets: &mut BTreeMap<K, BTreeSet<V>>, key: K, value: &V) {
-    if let Some(set) = sets.get_mut(&key) {
-        set.remove(value);
-        if set.is_empty() {
-            sets.remove(&key);
-        }
-    }
-}
-
-fn count<K: Ord + Copy>(totals: &mut BTreeMap<K, u64>, key: K, bytes: u64, add: bool) {
-    let total = totals.entry(key).or_default();
-    if add {
-        *total += bytes;
-    } else {
-        *total -= bytes;
-    }
-    if *total == 0 {
-        totals.remove(&key);
-    }
 }

@@ -162,17 +162,16 @@ impl Ours {
     fn find(&mut self, chain: usize) {
         for name in &self.names[chain] {
             let block = self.index.look_up(black_box(name)).expect("it is published");
-            self.pool.share(block.place);
-            self.index.hold(block.place);
+            if self.pool.share(block.place) {
+                self.index.hold(block.place);
+            }
         }
     }
 
     fn let_go(&mut self, chain: usize) {
         for block in self.blocks[chain].iter().rev() {
-            let keep = self.index.is_published(block.place);
-            if self.pool.drop_ref(block.place, None, keep) == kvbroker::pool::Dropped::Cached {
-                self.index.let_go(block.place);
-            }
+            let index = &mut self.index;
+            self.pool.drop_ref(block.place, None, || index.let_go(block.place));
         }
     }
 }

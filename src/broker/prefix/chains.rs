@@ -3,6 +3,7 @@
 //! Owns nothing; reads the index. Invariant: every published block is in at least one of the chains that are listed, and
 //! a walk takes each block once for each chain's end at most, whatever the tree looks like.
 
+use super::tree::{At, Entry};
 use super::{Digest, Prefixes};
 use crate::id::{FormatId, Tenant};
 
@@ -43,19 +44,17 @@ struct Way {
 impl Prefixes {
     /// Every chain, in no order that means anything.
     pub fn chains(&self) -> Vec<Chain> {
-        let is_start = |parent: Option<Digest>| parent.is_none_or(|p| !self.nodes.contains_key(&p));
-        let starts = self.nodes.iter().filter(|(_, n)| is_start(n.parent)).map(|(name, _)| *name);
-        let mut open: Vec<(Digest, Way)> = starts.map(|name| (name, Way::default())).collect();
+        let starts = self.tree.iter().filter(|(_, entry)| entry.up().is_none());
+        let mut open: Vec<(At, Way)> = starts.map(|(at, _)| (at, Way::default())).collect();
         let mut chains = Vec::new();
-        while let Some((name, mut way)) = open.pop() {
-            let node = &self.nodes[&name];
+        while let Some((at, mut way)) = open.pop() {
+            let Entry { name, node, .. } = &self.tree[at];
             way.blocks += 1;
             way.pinned += u32::from(!node.pins.is_empty());
             way.idle += u32::from(node.idle);
             let before = open.len();
-            let children = self.edges.range((name, [0; 32])..=(name, [0xff; 32])).map(|(_, child)| *child);
-            open.extend(children.map(|child| (child, way)));
-            let is_pin = self.pins.contains_key(&name);
+            open.extend(self.tree.children(at).map(|child| (child, way)));
+            let is_pin = self.pins.contains_key(name);
             let ends = open.len() == before;
             // Where a chain is listed although others go on from its end, all of it is theirs too.
             if open.len() - before > 1 || (is_pin && !ends) {
@@ -65,6 +64,7 @@ impl Prefixes {
                 let Way { blocks, common, pinned, idle } = way;
                 let common = if ends { common } else { blocks };
                 let (tenant, format, hits, priority) = (node.tenant, node.format, node.hits, node.priority);
+                let name = *name;
                 chains.push(Chain {
                     name,
                     tenant,
