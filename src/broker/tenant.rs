@@ -182,7 +182,8 @@ impl Broker {
         if let Some(reserve) = change.reserve {
             new.reserve = whole(reserve.div_ceil(bytes));
         }
-        if let Some(limit) = change.limit.flatten().filter(|limit| *limit < bytes) {
+        // A limit of 0 says that nothing is to be owned; 1 byte says something else, and would come to the same.
+        if let Some(limit) = change.limit.flatten().filter(|limit| (1..bytes).contains(limit)) {
             let [limit, each] = [limit, bytes].map(Size::from_bytes);
             return refused(format!(
                 "uid {}: a limit of {limit} is less than one extent of {each}: a tenant owns whole extents, and could own none",

@@ -9,6 +9,9 @@ use crate::packing::{Extents, Placement, block_sizes, percent};
 use crate::size::Size;
 
 const HEAPS: &str = "/dev/dma_heap";
+/// The heap of the default CMA region (drivers/dma-buf/heaps/cma_heap.c, from 6.17 on; the older names are of kernels that
+/// make a heap of that region only).
+const DEFAULT_HEAP: &str = "default_cma_region";
 const REGION: &str = "/proc/device-tree/reserved-memory/kvbroker";
 /// Waste from here on is worth a warning: as `kvbctl plan` and `status` have it.
 const WASTE_PERCENT: f64 = 10.0;
@@ -147,7 +150,7 @@ fn heaps(board: &Board, found: &mut Findings) {
     }
     found.ok(area, "names", names.join(", "));
     let chosen = board.config.heap_below(&board.tree.real("/"));
-    overlay(found, &names, chosen.as_deref().filter(|_| wanted));
+    overlay(board, found, &names, chosen.as_deref().filter(|_| wanted));
     let Some(chosen) = chosen else {
         let said = "none of them is a CMA heap by its name";
         return match wanted {
@@ -188,12 +191,19 @@ fn heaps(board: &Board, found: &mut Findings) {
 }
 
 /// Whether the heap that the package's overlay makes is the one that is used. A heap is named after the node of its region.
-fn overlay(found: &mut Findings, names: &[String], chosen: Option<&str>) {
+fn overlay(board: &Board, found: &mut Findings, names: &[String], chosen: Option<&str>) {
     let Some(own) = names.iter().find(|name| name.split('@').next() == Some(DAEMON)) else { return };
     let path = format!("{HEAPS}/{own}");
     let (area, item) = ("heaps", "overlay");
     match chosen {
         Some(chosen) if chosen == path => found.ok(area, item, format!("{path} is the pool's")),
+        // Where the overlay's node is the default region, two heaps are made of it.
+        Some(chosen)
+            if chosen == format!("{HEAPS}/{DEFAULT_HEAP}")
+                && board.tree.exists(&format!("{REGION}/linux,cma-default")) =>
+        {
+            found.ok(area, item, format!("{chosen}, the pool's, is of the same region as {path}"));
+        }
         Some(chosen) => found.warn(
             area,
             item,

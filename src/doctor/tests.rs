@@ -171,7 +171,15 @@ fn the_overlays_heap_that_the_configuration_does_not_choose_is_a_warning_with_th
     expect(&report, "heaps.overlay", Level::Warn, said, "pool.heap = \"kvbroker\"");
     let report = of("[pool]\nbackend = \"memfd\"\n");
     expect(&report, "heaps.overlay", Level::Warn, "is none of a heap", "pool.device = \"contiguous\"");
-    let report = see("rocket-6.18");
+    // There the overlay's region is the default one.
+    expect(
+        &see("rocket-6.18"),
+        "heaps.overlay",
+        Level::Ok,
+        "is of the same region as /dev/dma_heap/kvbroker",
+        "",
+    );
+    let report = see("laptop");
     assert!(report.items.iter().all(|i| i.item != "overlay"), "there is none there: {report}");
 }
 

@@ -313,3 +313,19 @@ fn one_tenant_that_pins_all_it_can_leaves_another_ones_prompt_its_place_in_the_s
     assert!(said.contains(&format!("uid {B} ")), "{said}");
     assert_eq!(files(&directory(&daemon.place)).len(), 2);
 }
+
+#[test]
+fn a_file_whose_name_plays_tricks_on_a_terminal_is_named_without_them() {
+    let daemon = place("").start();
+    pin(&daemon, A, 1, 5);
+    saved(&daemon, 1);
+    let name = directory(&daemon.place).join("\u{202e}gnp\u{1b}[2J\u{200b}.kvprefix");
+    std::fs::write(&name, "no prefix").unwrap();
+    std::fs::set_permissions(&name, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let (code, said, why) = kvbctl(&daemon, "load");
+    assert_eq!((code, why.contains("?gnp?[2J?.kvprefix")), (Some(1), true), "{why:?}");
+    let (json, log) = (daemon.admin("load").to_string(), daemon.place.log());
+    for text in [said, why, json, log] {
+        assert!(!text.contains(['\u{202e}', '\u{1b}', '\u{200b}']), "{text:?}");
+    }
+}

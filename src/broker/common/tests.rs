@@ -231,3 +231,25 @@ fn the_loop_wakes_up_for_a_copy_that_is_kept_and_for_nothing_once_it_is_gone() {
     w.work();
     assert_eq!((w.broker.next_wake(), w.broker.common_bytes().0), (None, 0));
 }
+
+#[test]
+fn donors_take_turns_and_a_chain_whose_sums_are_on_their_way_keeps_nobody_waiting() {
+    let (mut w, _) = world();
+    let common = &mut w.broker.common;
+    common.wanted = [(1, 1), (1, 2), (2, 3)].map(|(uid, n)| (Tenant(uid), [n; 32])).into();
+    let next = |broker: &mut Broker, last: Option<u32>, later: &[u8]| {
+        broker.common.last = last.map(Tenant);
+        let later = later.iter().map(|n| [*n; 32]).collect();
+        broker.next_wanted(&later).map(|(_, chain)| chain[0])
+    };
+    for (last, later, chain) in [
+        (None, &[][..], Some(1)),
+        (Some(1), &[], Some(3)),
+        (Some(2), &[], Some(1)),
+        (Some(1), &[3], Some(1)),
+        (Some(2), &[1], Some(2)),
+        (Some(2), &[1, 2, 3], None),
+    ] {
+        assert_eq!(next(&mut w.broker, last, later), chain, "{last:?} {later:?}");
+    }
+}
