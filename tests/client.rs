@@ -588,3 +588,43 @@ fn a_forked_child_that_drops_what_it_inherits_unmaps_nothing_of_its_own() {
     assert_eq!(status, 0);
     s.write_row(0, 0, Kv::K, &[1; ROW]).unwrap();
 }
+
+#[test]
+fn an_extent_that_nobody_has_used_for_a_while_goes_back_to_the_pool() {
+    let broker = broker(8);
+    let c = client(&broker, 1000);
+    let all = account(&broker, "free");
+    let mut later = std::time::Instant::now();
+    let mut half_a_second_later = || {
+        later += std::time::Duration::from_millis(500);
+        broker.with(|b| b.tick(later));
+        // The broker's work is done at the next request.
+        c.profile(&profile()).unwrap();
+    };
+    let use_some = || {
+        let mut session = open(&c);
+        session.ensure(100).unwrap();
+        fill(&mut session, 0..100, 1);
+        session
+    };
+    let used = use_some();
+    let held = all - account(&broker, "free");
+    drop(used);
+    assert_eq!(all - account(&broker, "free"), held, "the next session most often needs what this one had");
+    half_a_second_later();
+    // Used meanwhile: the wait begins anew.
+    drop(use_some());
+    half_a_second_later();
+    assert_eq!(all - account(&broker, "free"), held);
+    half_a_second_later();
+    assert_eq!(account(&broker, "free"), all);
+    assert_eq!(broker.with(|b| b.next_wake()), None, "nothing is looked at while nothing is idle");
+    // And what came of it is usable as ever.
+    let mut session = use_some();
+    holds(&session, 0..100, 1);
+    session.ensure(200).unwrap();
+    half_a_second_later();
+    half_a_second_later();
+    holds(&session, 0..100, 1);
+    broker.with(|b| b.verify()).unwrap();
+}

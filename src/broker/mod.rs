@@ -25,6 +25,7 @@ pub mod prefix;
 mod quarantine;
 mod record;
 mod report;
+mod rest;
 mod session;
 mod store;
 pub mod tenant;
@@ -105,6 +106,9 @@ pub struct Policy {
     pub cache_bytes: Option<u64>,
     /// Milliseconds that a session gets to make room for one of higher priority.
     pub reclaim_ms: u32,
+    /// Milliseconds after which an extent without a block in use goes back to the pool, at the latest after twice as many;
+    /// 0 to leave it with its tenant until somebody else needs it.
+    pub rest_ms: u32,
     /// Take checksums of sealed blocks, which a check compares ([`Broker::begin_fsck`]).
     pub checksums: bool,
     /// Whose pinned prompts are common to whom.
@@ -141,6 +145,7 @@ impl Default for Policy {
             eviction: Eviction::default(),
             cache_bytes: None,
             reclaim_ms: 2000,
+            rest_ms: 500,
             checksums: false,
             common: Vec::new(),
             common_bytes: 0,
@@ -549,6 +554,7 @@ pub struct Broker {
     asked_back: BTreeMap<ExtentId, consent::Asked>,
     store: Option<store::Store>,
     absent: quarantine::Absent,
+    rest: rest::Rest,
     common: common::Commons,
     sums: fsck::Sums,
     lent: lent::Lent,
@@ -628,6 +634,7 @@ impl Broker {
             asked_back: BTreeMap::new(),
             store: None,
             absent: quarantine::Absent::new(),
+            rest: rest::Rest::default(),
             common: common::Commons::default(),
             sums: fsck::Sums::default(),
             lent: lent::Lent::default(),
@@ -916,6 +923,7 @@ impl Broker {
         }
         self.order_sum();
         self.recall_for_waiting();
+        self.watch_idle();
         if self.policy.audit {
             self.check();
         }
@@ -1054,35 +1062,45 @@ impl Broker {
         // From the tail: of a chain that goes altogether, no block is left without its parent in between. Of layers with a
         // window it is the other way round: the end is what is still of use.
         if self.is_windowed(session.format) {
-            session.table.iter().for_each(|block| _ = self.let_go(*block, None));
+            self.let_all_go(session.table.iter().copied());
         } else {
-            session.table.iter().rev().for_each(|block| _ = self.let_go(*block, None));
+            self.let_all_go(session.table.iter().rev().copied());
         }
         self.check_windows(id);
     }
 
     /// A block leaves a table. A published one that nobody holds any more is cached.
     fn let_go(&mut self, block: BlockId, to_credit: Option<ClientId>) -> Dropped {
-        if block.place.extent.is_copy() {
-            // Tables are all the references to it that are counted.
-            return Dropped::Kept;
-        }
         let State { pool, prefixes, .. } = &mut self.state;
-        let dropped = pool.drop_ref(block.place, to_credit, || prefixes.let_go(block.place));
-        if dropped == Dropped::Freed {
+        let mut became = Dropped::Kept;
+        // Tables are all the references to a copy that are counted.
+        let of_pool = Some(block).filter(|block| !block.place.extent.is_copy());
+        pool.drop_refs(of_pool, to_credit, |place| prefixes.let_go(place), |_, what| became = what);
+        if became == Dropped::Freed {
             self.freed(block);
         }
-        dropped
+        became
     }
 
-    /// A block enters one more table.
-    fn share(&mut self, block: BlockId) {
-        if block.place.extent.is_copy() {
-            return;
-        }
-        if self.state.pool.share(block.place) {
-            self.state.prefixes.hold(block.place);
-        }
+    /// All blocks of a table leave it, in this order.
+    fn let_all_go(&mut self, blocks: impl Iterator<Item = BlockId>) {
+        let State { pool, prefixes, .. } = &mut self.state;
+        let mut freed = Vec::new();
+        let of_pool = blocks.filter(|block| !block.place.extent.is_copy());
+        pool.drop_refs(
+            of_pool,
+            None,
+            |place| prefixes.let_go(place),
+            |block, what| freed.extend((what == Dropped::Freed).then_some(block)),
+        );
+        freed.into_iter().for_each(|block| self.freed(block));
+    }
+
+    /// Blocks enter one more table.
+    fn share(&mut self, blocks: &[BlockId]) {
+        let State { pool, prefixes, .. } = &mut self.state;
+        let of_pool = blocks.iter().map(|block| block.place).filter(|place| !place.extent.is_copy());
+        pool.share(of_pool, |place| prefixes.hold(place));
     }
 
     fn freed(&mut self, block: BlockId) {

@@ -255,6 +255,10 @@ struct Model {
     revokes: bool,
     /// Extents that are asked back, and until when.
     asked: BTreeMap<ExtentId, Instant>,
+    /// When a block of an extent came to be held by nobody last, by a clock of its own; and those that nobody held before this step.
+    warmth: BTreeMap<ExtentId, u64>,
+    clock: u64,
+    cached: BTreeSet<BlockId>,
     /// Clients that were told to close an extent and have neither said so nor got it again.
     told: BTreeSet<(ExtentId, u64)>,
     /// How often the worker found an extent in others' hands.
@@ -425,11 +429,9 @@ impl Model {
     fn takeable(&self, uid: u32, format: usize) -> (Owners, Owners) {
         let (mut idle, mut cold) = (Vec::new(), Vec::new());
         let mut left: BTreeMap<u32, u64> = BTreeMap::new();
+        let mut all = Vec::new();
         for whole in [true, false] {
-            // What nobody has to be asked for comes first.
-            let mut owned: Vec<_> = self.owned.iter().collect();
-            owned.sort_by_key(|(_, (_, _, holders))| !self.revokes && !holders.is_empty());
-            for (extent, (owner, f, _)) in owned {
+            for (extent, (owner, f, holders)) in &self.owned {
                 let used: Vec<_> = self.lives.iter().filter(|(b, _)| b.place.extent == *extent).collect();
                 let suspect = used.iter().filter(|(_, l)| l.suspect.is_some()).count();
                 let cached =
@@ -447,19 +449,23 @@ impl Model {
                 if counts && self.promised(*owner, *f) > 0 {
                     continue;
                 }
-                if *owner == uid {
-                    if *f == format && suspect == 0 {
-                        continue;
-                    }
-                } else {
-                    let surplus = self.owned_by(*owner).saturating_sub(self.terms(*owner).reserve);
-                    let left = left.entry(*owner).or_insert(surplus);
-                    if *left == 0 {
-                        continue;
-                    }
-                    *left -= 1;
+                if *owner == uid && *f == format && suspect == 0 {
+                    continue;
                 }
-                if whole { idle.push((*owner, *extent)) } else { cold.push((*owner, *extent)) }
+                all.push((!self.revokes && !holders.is_empty(), *owner, *extent, whole));
+            }
+        }
+        // What nobody has to be asked for comes first, and of what is cached the coldest; others keep their reserves.
+        let warmth = |e: &ExtentId| self.warmth.get(e).copied().unwrap_or(0);
+        all.sort_by_key(|(held, _, extent, whole)| {
+            (*held, !whole, if *whole { 0 } else { warmth(extent) }, *extent)
+        });
+        for (_, owner, extent, whole) in all {
+            let surplus = self.owned_by(owner).saturating_sub(self.terms(owner).reserve);
+            let left = left.entry(owner).or_insert(if owner == uid { u64::MAX } else { surplus });
+            if *left > 0 {
+                *left -= 1;
+                if whole { idle.push((owner, extent)) } else { cold.push((owner, extent)) }
             }
         }
         idle.sort_by_key(|(owner, _)| *owner != uid);
@@ -763,7 +769,7 @@ impl Model {
             }
         }
         s.tokens = report.tokens;
-        gone.into_iter().for_each(|b| self.bury(b));
+        gone.into_iter().rev().for_each(|b| self.bury(b));
         Ok(())
     }
 
@@ -772,7 +778,15 @@ impl Model {
         let life = &self.lives[&block];
         if self.refs(block) == 0 && life.pins.is_empty() && life.published.is_none() {
             self.lives.remove(&block);
+        } else if self.is_cached(block) && self.cached.insert(block) {
+            self.clock += 1;
+            self.warmth.insert(block.place.extent, self.clock);
         }
+    }
+
+    /// Before each step: which blocks nobody holds.
+    fn note_cached(&mut self) {
+        self.cached = self.lives.keys().filter(|b| self.is_cached(**b)).copied().collect();
     }
 
     fn published(&self, name: &Name) -> Option<BlockId> {
@@ -1059,7 +1073,10 @@ impl Model {
 
     fn close(&mut self, session: u64) {
         self.wanted.remove(&session);
-        let gone = self.sessions.remove(&session).unwrap();
+        let mut gone = self.sessions.remove(&session).unwrap();
+        if WINDOWS[gone.format].is_none() {
+            gone.table.reverse();
+        }
         gone.table.into_iter().for_each(|b| self.bury(b));
     }
 
@@ -1141,6 +1158,8 @@ struct Run {
     drained: u64,
     saved: u64,
     loaded: u64,
+    /// Extents that went back because nobody used them.
+    rested: u64,
     /// Where prefixes are stored, once some are.
     stored: Option<tempfile::TempDir>,
     /// What the names of stored blocks stand for.
@@ -1194,6 +1213,7 @@ impl Run {
             drained: 0,
             saved: 0,
             loaded: 0,
+            rested: 0,
             stored: None,
             names: BTreeMap::new(),
         }
@@ -1206,7 +1226,9 @@ impl Run {
         let late = self.model.lose_late(now);
         self.log.push(format!("{time:?} pass: {late:?} are lost"));
         let waiting = if late.is_empty() { None } else { self.retry() };
+        let idle = self.broker.state.pool.all_idle().count();
         self.broker.tick(now);
+        self.rested += (idle - self.broker.state.pool.all_idle().count().min(idle)) as u64;
         if let Some(wake) = self.broker.next_wake() {
             assert!(wake > now, "what is due has been ordered");
         }
@@ -1992,9 +2014,8 @@ impl Run {
             }
         }
         // A chain that is not whole is said to be so, and no other one.
-        let short = |(chain, pin): &(&Digest, &super::prefix::Pin)| {
-            prefixes.chain(chain).len() < pin.blocks as usize
-        };
+        let short =
+            |(chain, pin): &(&Digest, &super::prefix::Pin)| prefixes.chain(chain).len() < pin.blocks as usize;
         let gaps: BTreeSet<String> = prefixes
             .pins()
             .filter(short)
@@ -2117,6 +2138,7 @@ impl Run {
     }
 
     fn step(&mut self, dice: &mut Dice<'_>) {
+        self.model.note_cached();
         let ready: Vec<u64> =
             self.model.clients.keys().filter(|c| !self.model.waiters.contains_key(c)).copied().collect();
         let fate = |dice: &mut Dice<'_>, revokes: bool| Fate {
@@ -2300,7 +2322,7 @@ fn numbers() -> impl Strategy<Value = Vec<u32>> {
 
 #[test]
 fn the_broker_does_what_a_naive_model_says_at_every_step() {
-    let totals = Mutex::new([0; 16]);
+    let totals = Mutex::new([0; 17]);
     runner(steps() / STEPS_PER_CASE)
         .run(&numbers(), |numbers| {
             let mut dice = Dice(numbers.iter());
@@ -2332,6 +2354,7 @@ fn the_broker_does_what_a_naive_model_says_at_every_step() {
                 run.drained,
                 run.saved,
                 run.loaded,
+                run.rested,
             ];
             totals.lock().unwrap().iter_mut().zip(of_run).for_each(|(all, n)| *all += n);
             Ok(())
@@ -2339,7 +2362,8 @@ fn the_broker_does_what_a_naive_model_says_at_every_step() {
         .unwrap();
     // A run in which something never happens proves nothing about it: tens of blocks granted, blocks found as prefixes,
     // blocks evicted, sessions lost, sessions admitted, extents asked back, requests withdrawn, extents quarantined, released, missed,
-    // recovered, lent, evicted under pressure or by an operator, requests refused by a drain, prefixes saved and loaded.
+    // recovered, lent, evicted under pressure or by an operator, requests refused by a drain, prefixes saved and loaded,
+    // extents that went back because nobody used them.
     let totals = totals.into_inner().unwrap();
     assert!(totals.iter().all(|n| *n > 30), "{totals:?}");
 }

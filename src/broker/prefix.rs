@@ -22,7 +22,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use serde::{Deserialize, Serialize};
 use sha2::{Digest as _, Sha256};
 
-use crate::id::{BlockId, ExtentId, FormatId, Place, Tenant};
+use crate::id::{BlockId, FormatId, Place, Tenant};
 use crate::profile::Profile;
 use order::{Account, Order};
 use tree::{At, Entry, Node, Tree};
@@ -196,7 +196,6 @@ impl PartialEq for Prefixes {
         };
         numbers(self) == numbers(other)
             && (&self.pins, &self.damaged) == (&other.pins, &other.damaged)
-            && self.order.extents() == other.order.extents()
             && nodes(self) == nodes(other)
             && accounts(self) == accounts(other)
     }
@@ -282,7 +281,7 @@ impl Prefixes {
         if before == after {
             return;
         }
-        order.count(entry.account, entry.node.block.place.extent, after);
+        order.count(entry.account, after);
         if let Some(up) = entry.up() {
             self.count_child(up, if after { -1 } else { 1 });
         }
@@ -313,7 +312,7 @@ impl Prefixes {
             if before == after {
                 return;
             }
-            self.order.count(entry.account, entry.node.block.place.extent, after);
+            self.order.count(entry.account, after);
             next = entry.up();
         }
     }
@@ -456,9 +455,9 @@ impl Prefixes {
         self.order.evictable_of_all()
     }
 
-    /// How many blocks in an extent can be evicted, with what continues them.
-    pub fn evictable_in(&self, extent: ExtentId) -> u32 {
-        self.order.evictable_in(extent)
+    /// Whether the block at `place` can be evicted, with what continues it.
+    pub fn is_evictable(&self, place: Place) -> bool {
+        self.tree.at(place).is_some_and(|at| self.tree[at].is_evictable())
     }
 
     /// Evicts the one block of a tenant in a format that is to go first.
@@ -590,7 +589,7 @@ mod tests {
         }
         index.check().unwrap();
         assert_eq!(index.evictable(Tenant(7), FormatId(1)), 1, "4 is held, and so 1 and 2 stay");
-        assert_eq!(index.evictable_in(ExtentId(0)), 1);
+        assert!(!index.is_evictable(block(1).place) && index.is_evictable(block(3).place));
         assert_eq!(evict(&mut index), Some(3));
         assert_eq!(evict(&mut index), None);
         index.let_go(block(4).place);

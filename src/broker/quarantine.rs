@@ -112,6 +112,7 @@ impl Broker {
         self.give_up_holds();
         self.end_late_lookups(now);
         self.look_for_kept_copies();
+        self.end_rest(now);
     }
 
     /// When [`tick`](Self::tick) must be called next; `None` while there is nothing to look at.
@@ -119,8 +120,8 @@ impl Broker {
         let kept = self.absent.kept.values().filter(|k| k.buffer.is_some()).map(|k| k.due);
         let deadlines =
             self.next_reclaim().into_iter().chain(self.next_hold_deadline()).chain(self.lookups_wait_until());
-        let copies = self.next_look_for_copies();
-        kept.chain(self.absent.missing.due).chain(deadlines).chain(copies).min()
+        let others = self.next_look_for_copies().into_iter().chain(self.next_rest());
+        kept.chain(self.absent.missing.due).chain(deadlines).chain(others).min()
     }
 
     /// Extents that were lent are to come back: they are missing, and the kernel is asked at once.

@@ -553,7 +553,7 @@ impl Broker {
             self.set_pinned(&name, chain, true);
             if let Some(block) = block.filter(|_| !published) {
                 // No table holds it; it stays because it is pinned.
-                self.state.pool.drop_ref(block.place, None, || true);
+                self.state.pool.drop_refs([block], None, |_| true, |_, _| ());
             }
             parent = Some(name);
         }

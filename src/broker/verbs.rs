@@ -412,9 +412,7 @@ impl Broker {
         let blocks = twin.table.clone();
         self.may_fork(id, &blocks)?;
         let new = self.add_session(twin)?;
-        for block in blocks {
-            self.share(block);
-        }
+        self.share(&blocks);
         let mut reply = Reply { session: new.0, ..Reply::default() };
         reply.body.put(&wire::Opened { session: new.0.into() });
         done(reply)
@@ -694,8 +692,8 @@ impl Broker {
                 walk = Default::default();
             }
         }
+        self.share(&found);
         for block in &found {
-            self.share(*block);
             match block.place.extent {
                 copy if copy.is_copy() => self.state.common.add_holder(copy, client),
                 extent => _ = self.state.pool.add_holder(extent, client),

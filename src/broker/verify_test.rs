@@ -99,7 +99,7 @@ const DAMAGES: [Damage; 12] = [
         "a block counts a table too many",
         |b| {
             let block = table(b)[0];
-            b.state.pool.share(block.place);
+            b.state.pool.share([block.place], |_| ());
         },
         "counts 2 tables",
     ),
@@ -182,7 +182,7 @@ fn books_that_do_not_add_up_stop_grants_and_nothing_else() {
     let mut world = World::new();
     world.broker.with(|b| {
         let block = table(b)[3];
-        b.state.pool.share(block.place);
+        b.state.pool.share([block.place], |_| ());
         b.check();
         assert!(b.frozen && b.status().frozen);
     });

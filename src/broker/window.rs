@@ -793,7 +793,7 @@ impl Broker {
     }
 
     fn cover(&mut self, block: BlockId) {
-        self.share(block);
+        self.share(&[block]);
         *self.windows.cover.entry(block.place).or_default() += 1;
     }
 

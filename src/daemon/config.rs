@@ -174,6 +174,7 @@ struct LimitsTable {
     connection: Option<Size>,
     pinned: Option<Size>,
     reclaim_ms: u32,
+    rest_ms: u32,
 }
 
 impl Default for LimitsTable {
@@ -191,6 +192,7 @@ impl Default for LimitsTable {
             connection: None,
             pinned: None,
             reclaim_ms: policy.reclaim_ms,
+            rest_ms: policy.rest_ms,
         }
     }
 }
@@ -629,6 +631,7 @@ impl Config {
             windows: file.limits.windows,
             bytes_per_connection: file.limits.connection.map(Size::bytes),
             reclaim_ms: file.limits.reclaim_ms,
+            rest_ms: file.limits.rest_ms,
             cache_bytes: file.cache.limit.map(Size::bytes),
             eviction: file.cache.eviction,
             scrub_always: file.scrub == Scrub::Always,

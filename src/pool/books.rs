@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 
 use super::extent::{Block, Owned};
-use super::ledger::Ledger;
+use super::ledger::{Account, Ledger};
 use crate::id::{ClientId, ExtentId, FormatId, Place, Tenant};
 
 /// Whose an extent with free places is, what its blocks are, and who lives there.
@@ -19,8 +19,11 @@ pub(super) struct Books {
     pub ledger: Ledger,
     /// Grows with each block that becomes cached: tells warm extents from cold ones.
     pub clock: u64,
-    /// The extents with free places that can be granted.
-    pub open: BTreeMap<Home, BTreeSet<ExtentId>>,
+    /// The extents with free places that can be granted, each with how many: the fullest first, so that those with few blocks
+    /// in use come to have none.
+    pub open: BTreeMap<Home, BTreeSet<(u32, ExtentId)>>,
+    /// Of these, the ones without a block in use.
+    pub idle: BTreeSet<ExtentId>,
     pub free_places: BTreeMap<(Tenant, FormatId), u64>,
     /// The extents in which every block in use is cached or suspect, coldest first.
     pub cold: BTreeMap<Tenant, BTreeSet<(u64, ExtentId)>>,
@@ -32,46 +35,88 @@ pub(super) struct Books {
 
 impl Books {
     /// Changes what a slot holds, and books that everywhere. `owned` is the extent in which `place` lies.
+    // Inlined where it is known what the block is, and becomes: most of it folds away.
+    #[inline(always)]
     pub fn set(&mut self, owned: &mut Owned, place: Place, to: Block) {
-        let from = std::mem::replace(&mut owned.slots[place.slot as usize].block, to);
-        if from.account() == to.account() && matches!((from, to), (Block::Held { .. }, Block::Held { .. })) {
+        let block = std::mem::replace(&mut owned.slots[place.slot as usize].block, to);
+        let (from, into) = (block.account(), to.account());
+        if from == into && from != Account::Credit {
             // One table more or less: nothing that is counted has changed.
             return;
         }
-        let was_cold = owned.is_cold().then_some(owned.warmth);
-        let (home, bytes) = (owned.home(), owned.slot_bytes);
-        owned.cached = owned.cached - u32::from(from.is_cached()) + u32::from(to.is_cached());
-        let suspect = |b: Block| u32::from(matches!(b, Block::Suspect(_)));
-        owned.suspect = owned.suspect - suspect(from) + suspect(to);
-        let (was_free, is_free) = (from == Block::Free, to == Block::Free);
-        if was_free != is_free {
-            let was_open = owned.is_open();
-            owned.free = owned.free - u32::from(was_free) + u32::from(is_free);
-            if !owned.aside {
-                count(&mut self.free_places, (home.0, home.1), 1, is_free);
-            }
-            match (was_open, owned.is_open()) {
-                (true, false) => remove_from(&mut self.open, home, &place.extent),
-                (false, true) => _ = self.open.entry(home).or_default().insert(place.extent),
-                _ => {}
-            }
+        let (tenant, bytes) = (owned.tenant, owned.slot_bytes);
+        // An extent is cold while no block of it is in anybody's hands: so from these accounts it leaves that state only, and
+        // into these it comes to it only.
+        let idle = |a| matches!(a, Account::Cached | Account::Quarantined | Account::Stranded);
+        let was_cold = (idle(from) && owned.is_cold()).then_some(owned.warmth);
+        match from {
+            Account::Cached => owned.cached -= 1,
+            Account::Quarantined => owned.suspect -= 1,
+            Account::Stranded => self.fill(owned, place.extent),
+            Account::Pinned | Account::Credit => self.count_use(tenant, block, bytes, false),
+            _ => {}
         }
-        if to.is_cached() && !from.is_cached() {
-            self.clock += 1;
-            owned.warmth = self.clock;
+        match into {
+            Account::Cached => {
+                owned.cached += 1;
+                self.clock += 1;
+                owned.warmth = self.clock;
+            }
+            Account::Quarantined => owned.suspect += 1,
+            Account::Stranded => self.empty(owned, place.extent),
+            Account::Pinned | Account::Credit => self.count_use(tenant, to, bytes, true),
+            _ => {}
         }
-        let is_cold = owned.is_cold().then_some(owned.warmth);
+        let is_cold = (idle(into) && owned.is_cold()).then_some(owned.warmth);
         if was_cold != is_cold {
             if let Some(warmth) = was_cold {
-                remove_from(&mut self.cold, home.0, &(warmth, place.extent));
+                remove_from(&mut self.cold, tenant, &(warmth, place.extent));
             }
             if let Some(warmth) = is_cold {
-                self.cold.entry(home.0).or_default().insert((warmth, place.extent));
+                self.cold.entry(tenant).or_default().insert((warmth, place.extent));
             }
         }
-        self.count_use(home.0, from, bytes, false);
-        self.count_use(home.0, to, bytes, true);
-        self.ledger.transfer(from.account(), to.account(), bytes);
+        self.ledger.transfer(from, into, bytes);
+    }
+
+    /// A place less is free.
+    fn fill(&mut self, owned: &mut Owned, extent: ExtentId) {
+        self.unlist(owned, extent);
+        owned.free -= 1;
+        self.list(owned, extent);
+        if !owned.aside {
+            count(&mut self.free_places, (owned.tenant, owned.format), 1, false);
+        }
+    }
+
+    /// A place more is free.
+    fn empty(&mut self, owned: &mut Owned, extent: ExtentId) {
+        self.unlist(owned, extent);
+        owned.free += 1;
+        self.list(owned, extent);
+        if !owned.aside {
+            count(&mut self.free_places, (owned.tenant, owned.format), 1, true);
+        }
+    }
+
+    fn list(&mut self, owned: &Owned, extent: ExtentId) {
+        if !owned.is_open() {
+            return;
+        }
+        self.open.entry(owned.home()).or_default().insert((owned.free, extent));
+        if owned.free as usize == owned.slots.len() {
+            self.idle.insert(extent);
+        }
+    }
+
+    fn unlist(&mut self, owned: &Owned, extent: ExtentId) {
+        if !owned.is_open() {
+            return;
+        }
+        remove_from(&mut self.open, owned.home(), &(owned.free, extent));
+        if owned.free as usize == owned.slots.len() {
+            self.idle.remove(&extent);
+        }
     }
 
     /// Books what a tenant has pinned and what a client has as credit.
@@ -85,16 +130,14 @@ impl Books {
 
     /// The free places of an extent can be granted from now on: it is cut, or wanted back or set aside no more.
     pub fn open(&mut self, owned: &Owned, extent: ExtentId) {
-        let home = owned.home();
-        count(&mut self.free_places, (home.0, home.1), owned.free.into(), true);
-        self.open.entry(home).or_default().insert(extent);
+        count(&mut self.free_places, (owned.tenant, owned.format), owned.free.into(), true);
+        self.list(owned, extent);
     }
 
-    /// They cannot be granted any more.
+    /// They are not granted any more from now on.
     pub fn close(&mut self, owned: &Owned, extent: ExtentId) {
-        let home = owned.home();
-        count(&mut self.free_places, (home.0, home.1), owned.free.into(), false);
-        remove_from(&mut self.open, home, &extent);
+        count(&mut self.free_places, (owned.tenant, owned.format), owned.free.into(), false);
+        self.unlist(owned, extent);
     }
 }
 

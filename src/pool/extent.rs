@@ -96,6 +96,11 @@ impl Owned {
         gone > 0 && (self.free + gone) as usize == self.slots.len()
     }
 
+    /// The slots whose blocks are cached.
+    pub fn cached_slots(&self) -> impl Iterator<Item = u32> {
+        (0..).zip(&self.slots).filter(|(_, slot)| slot.block.is_cached()).map(|(at, _)| at)
+    }
+
     /// Where the books list it.
     pub(super) fn home(&self) -> super::books::Home {
         (self.tenant, self.format, self.home)

@@ -278,7 +278,7 @@ impl Pool {
         slot.generation += 1;
         let block = BlockId { place, generation: slot.generation };
         extent.last_generation = extent.last_generation.max(block.generation);
-        self.books.set(owned, place, Block::Credit(take.client));
+        set(&mut self.books, owned, place, Block::Credit(take.client));
         Some(Taken { block, written_by })
     }
 
@@ -298,10 +298,11 @@ impl Pool {
             }
         }
         let home = Some(take.client);
-        let at_home = self.books.open.get(&(tenant, format, home)).and_then(|set| set.first()).copied();
+        let at_home =
+            self.books.open.get(&(tenant, format, home)).and_then(|set| set.first()).map(|(_, e)| *e);
         let elsewhere = || {
             let all = (tenant, format, None)..=(tenant, format, Some(ClientId(u64::MAX)));
-            self.books.open.range(all).flat_map(|(_, set)| set).copied().next()
+            self.books.open.range(all).filter_map(|(_, set)| set.first()).min().map(|(_, e)| *e)
         };
         let known = |e: &ExtentId| take.new_descriptors > 0 || self.is_holder(*e, take.client);
         let extent = match at_home.filter(known).or_else(|| elsewhere().filter(known)) {
@@ -371,7 +372,7 @@ impl Pool {
     fn set(&mut self, place: Place, to: Block) {
         let Pool { extents, books, .. } = self;
         let owned = extents.owned_mut(place.extent);
-        books.set(owned.expect("callers look what a place holds before they change it"), place, to);
+        set(books, owned.expect("callers look what a place holds before they change it"), place, to);
     }
 
     fn block(&self, place: Place) -> Block {
@@ -389,45 +390,71 @@ impl Pool {
         }
     }
 
-    /// A block in use enters one more table. Whether it was cached until now.
-    pub fn share(&mut self, place: Place) -> bool {
+    /// Blocks in use enter one more table, each. Calls `was_cached` for those that were cached until now.
+    pub fn share(&mut self, places: impl IntoIterator<Item = Place>, mut was_cached: impl FnMut(Place)) {
         let Pool { extents, books, .. } = self;
-        let Some(owned) = extents.owned_mut(place.extent) else { return false };
-        let block = owned.slots.get(place.slot as usize).map(|slot| slot.block);
-        let Some(Block::Held { refs, sealed, pinned }) = block else { return false };
-        books.set(owned, place, Block::Held { refs: refs + 1, sealed, pinned });
-        refs == 0 && !pinned
+        let mut places = places.into_iter().peekable();
+        while let Some(&Place { extent, .. }) = places.peek() {
+            let mut owned = extents.owned_mut(extent);
+            while let Some(place) = places.next_if(|place| place.extent == extent) {
+                let Some(owned) = &mut owned else { continue };
+                match owned.slots.get_mut(place.slot as usize).map(|slot| &mut slot.block) {
+                    // Shared with one more: nothing that is counted changes.
+                    Some(Block::Held { refs, sealed: true, .. }) if *refs > 0 => *refs += 1,
+                    Some(Block::Held { refs: 0, sealed: true, pinned: false }) => {
+                        books.set(owned, place, Block::Held { refs: 1, sealed: true, pinned: false });
+                        was_cached(place);
+                    }
+                    Some(&mut Block::Held { refs, sealed, pinned }) => {
+                        set(books, owned, place, Block::Held { refs: refs + 1, sealed, pinned });
+                    }
+                    _ => {}
+                }
+            }
+        }
     }
 
-    /// A block leaves a table. The last holder of an unsealed block gets it as credit if `to_credit` names it; a sealed
-    /// one stays as cached if `keep`, which is asked then only.
-    pub fn drop_ref(
+    /// Blocks leave a table, each. The last holder of an unsealed block gets it as credit if `to_credit` names it; a sealed
+    /// one stays as cached if `keep`, which is asked then only. Calls `dropped` with what became of each that not others
+    /// hold.
+    pub fn drop_refs(
         &mut self,
-        place: Place,
+        blocks: impl IntoIterator<Item = BlockId>,
         to_credit: Option<ClientId>,
-        keep: impl FnOnce() -> bool,
-    ) -> Dropped {
+        mut keep: impl FnMut(Place) -> bool,
+        mut dropped: impl FnMut(BlockId, Dropped),
+    ) {
         let Pool { extents, books, .. } = self;
-        let owned = extents.owned_mut(place.extent).expect("a table names blocks that are held");
-        let Block::Held { refs, sealed, pinned } = owned.slots[place.slot as usize].block else {
-            unreachable!("a table names blocks that are held");
-        };
-        if refs > 1 || pinned {
-            books.set(owned, place, Block::Held { refs: refs - 1, sealed, pinned });
-            return Dropped::Kept;
-        }
-        match to_credit {
-            Some(client) if !sealed => {
-                books.set(owned, place, Block::Credit(client));
-                Dropped::Credit
-            }
-            _ if sealed && keep() => {
-                books.set(owned, place, Block::Held { refs: 0, sealed, pinned });
-                Dropped::Cached
-            }
-            _ => {
-                books.set(owned, place, Block::Free);
-                Dropped::Freed
+        let mut blocks = blocks.into_iter().peekable();
+        while let Some(&BlockId { place: Place { extent, .. }, .. }) = blocks.peek() {
+            let owned = extents.owned_mut(extent).expect("a table names blocks that are held");
+            while let Some(block) = blocks.next_if(|block| block.place.extent == extent) {
+                let place = block.place;
+                let (refs, sealed, pinned) = match &mut owned.slots[place.slot as usize].block {
+                    // Shared with one less: nothing that is counted changes.
+                    Block::Held { refs, sealed: true, .. } if *refs > 1 => {
+                        *refs -= 1;
+                        continue;
+                    }
+                    Block::Held { refs: 1, sealed: true, pinned: false } if keep(place) => {
+                        books.set(owned, place, Block::Held { refs: 0, sealed: true, pinned: false });
+                        dropped(block, Dropped::Cached);
+                        continue;
+                    }
+                    Block::Held { refs, sealed, pinned } => (*refs, *sealed, *pinned),
+                    _ => unreachable!("a table names blocks that are held"),
+                };
+                let (to, what) = match to_credit {
+                    _ if refs > 1 || pinned => {
+                        (Block::Held { refs: refs - 1, sealed, pinned }, Dropped::Kept)
+                    }
+                    Some(client) if !sealed => (Block::Credit(client), Dropped::Credit),
+                    _ => (Block::Free, Dropped::Freed),
+                };
+                set(books, owned, place, to);
+                if what != Dropped::Kept {
+                    dropped(block, what);
+                }
             }
         }
     }
@@ -620,11 +647,12 @@ impl Pool {
         let Pool { extents, books, .. } = self;
         let Some(owned) = extents.owned_mut(extent) else { return };
         let was_open = owned.is_open();
+        if on && was_open {
+            books.close(owned, extent);
+        }
         owned.aside = on;
-        match (was_open, owned.is_open()) {
-            (true, false) => books.close(owned, extent),
-            (false, true) => books.open(owned, extent),
-            _ => {}
+        if !on && !was_open && owned.is_open() {
+            books.open(owned, extent);
         }
     }
 
@@ -641,9 +669,14 @@ impl Pool {
     /// Extents without a block in use that clients still have and are not asked for yet, other than `tenant`'s own in `format`: what could be
     /// asked back, or taken where the kernel can cut a holder off.
     pub fn idle(&self, tenant: Tenant, format: FormatId) -> Vec<ExtentId> {
-        let idle = |o: &Owned| o.free as usize == o.slots.len() && (o.tenant, o.format) != (tenant, format);
-        let all = self.books.open.values().flatten();
-        all.filter(|e| self.extents[*e].owned().is_some_and(idle)).copied().collect()
+        let others = |o: &Owned| (o.tenant, o.format) != (tenant, format);
+        self.all_idle().filter(|(_, o)| others(o)).map(|(extent, _)| extent).collect()
+    }
+
+    /// Extents of all tenants without a block in use that clients still have and are not asked for yet.
+    pub fn all_idle(&self) -> impl Iterator<Item = (ExtentId, &Owned)> {
+        let owned = |e: &ExtentId| self.extents[e].owned().expect("an idle extent is its tenant's");
+        self.books.idle.iter().map(move |e| (*e, owned(e)))
     }
 
     /// Extents that will be clean once the worker has renewed them.
@@ -843,4 +876,10 @@ pub enum Dropped {
     Cached,
     /// It is free.
     Freed,
+}
+
+/// [`Books::set`] for whatever a block is, and becomes.
+#[inline(never)]
+fn set(books: &mut Books, owned: &mut Owned, place: Place, to: Block) {
+    books.set(owned, place, to);
 }

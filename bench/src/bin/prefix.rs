@@ -160,19 +160,17 @@ impl Ours {
 
     /// All blocks of a chain, by their names, one table more in which they stand.
     fn find(&mut self, chain: usize) {
-        for name in &self.names[chain] {
-            let block = self.index.look_up(black_box(name)).expect("it is published");
-            if self.pool.share(block.place) {
-                self.index.hold(block.place);
-            }
-        }
+        let Ours { pool, index, names, .. } = self;
+        let found: Vec<BlockId> =
+            names[chain].iter().map(|name| index.look_up(black_box(name)).expect("it is published")).collect();
+        pool.share(found.iter().map(|block| block.place), |place| index.hold(place));
+        black_box(found);
     }
 
     fn let_go(&mut self, chain: usize) {
-        for block in self.blocks[chain].iter().rev() {
-            let index = &mut self.index;
-            self.pool.drop_ref(block.place, None, || index.let_go(block.place));
-        }
+        let Ours { pool, index, blocks, .. } = self;
+        let blocks = blocks[chain].iter().rev().copied();
+        pool.drop_refs(blocks, None, |place| index.let_go(place), |_, _| ());
     }
 }
 

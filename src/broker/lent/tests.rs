@@ -67,7 +67,8 @@ fn extent() -> u64 {
 impl World {
     fn new(revokes: bool, elastic: bool) -> Self {
         let kernel = Arc::new(Kernel { revokes, empty: AtomicBool::new(false) });
-        let policy = Policy { elastic, floor_extents: 3, ..Policy::default() };
+        // Nothing comes back by itself: here it is asked for.
+        let policy = Policy { elastic, floor_extents: 3, rest_ms: 0, ..Policy::default() };
         let mut broker = Broker::new(kernel.clone(), extent(), EXTENTS, 1, policy).unwrap();
         let now = Instant::now();
         broker.tick(now);

@@ -1,17 +1,16 @@
 //! The order of eviction: which blocks can go, how many, and which goes first.
 //!
-//! Owns what is counted for a tenant's blocks of a format, and by extent. It is told of every change and looks at no node.
+//! Owns what is counted for a tenant's blocks of a format. It is told of every change and looks at no node.
 //! Invariants: an account exists while a block of it is published; it lists exactly the blocks that can be evicted at once,
-//! lowest rank first, and counts those that can be evicted one after the other; so does the count of an extent.
+//! lowest rank first, and counts those that can be evicted one after the other.
 
-use std::collections::{BTreeMap, BTreeSet, HashMap};
+use std::collections::{BTreeMap, BTreeSet};
 
-use foldhash::fast::RandomState;
 use slab::Slab;
 
 use super::Eviction;
 use super::tree::{At, Node};
-use crate::id::{ExtentId, FormatId, Tenant};
+use crate::id::{FormatId, Tenant};
 
 /// The place of a block in the order of eviction.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]
@@ -46,8 +45,6 @@ pub(super) struct Account {
 pub(super) struct Order {
     accounts: Slab<Account>,
     by_key: BTreeMap<(Tenant, FormatId), usize>,
-    /// Entries of 0 are not kept.
-    in_extent: HashMap<ExtentId, u32, RandomState>,
 }
 
 impl Order {
@@ -71,19 +68,9 @@ impl Order {
     }
 
     /// A block can be evicted from now on, or cannot any more.
-    pub fn count(&mut self, account: usize, extent: ExtentId, evictable: bool) {
+    pub fn count(&mut self, account: usize, evictable: bool) {
         let total = &mut self.accounts[account].evictable;
-        if evictable {
-            *total += 1;
-            *self.in_extent.entry(extent).or_default() += 1;
-            return;
-        }
-        *total -= 1;
-        let Some(here) = self.in_extent.get_mut(&extent) else { unreachable!("counted since it could go") };
-        *here -= 1;
-        if *here == 0 {
-            self.in_extent.remove(&extent);
-        }
+        *total = if evictable { *total + 1 } else { *total - 1 };
     }
 
     /// A block can be evicted at once from now on.
@@ -110,11 +97,6 @@ impl Order {
         self.accounts.iter().map(|(_, account)| account.evictable).sum()
     }
 
-    /// How many blocks in an extent can be evicted.
-    pub fn evictable_in(&self, extent: ExtentId) -> u32 {
-        self.in_extent.get(&extent).copied().unwrap_or(0)
-    }
-
     /// Which block of a tenant in a format goes first.
     pub fn first(&self, key: (Tenant, FormatId)) -> Option<At> {
         self.account(key)?.ends.first().map(|(_, at)| *at)
@@ -131,10 +113,5 @@ impl Order {
     /// What is counted, in an order that does not depend on what has happened.
     pub fn accounts(&self) -> impl Iterator<Item = &Account> {
         self.by_key.values().map(|account| &self.accounts[*account])
-    }
-
-    /// The counts of extents.
-    pub fn extents(&self) -> &HashMap<ExtentId, u32, RandomState> {
-        &self.in_extent
     }
 }
