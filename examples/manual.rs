@@ -27,16 +27,20 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         return Err("usage: manual DIRECTORY".into());
     };
     let out = Path::new(&out);
-    let man = out.join("man");
-    fs::create_dir_all(&man)?;
     let date = match std::env::var("SOURCE_DATE_EPOCH") {
         Ok(seconds) => day(seconds.parse()?),
         Err(_) => String::new(),
     };
+    write(out, &date)
+}
 
-    pages(&man, kvbrokerd::command(), "8", &date)?;
-    pages(&man, kvbctl::command(), "1", &date)?;
-    fs::write(man.join("kvbroker.toml.5"), configuration(&date))?;
+/// Writes all of it below `out`.
+pub(crate) fn write(out: &Path, date: &str) -> Result<(), Box<dyn std::error::Error>> {
+    let man = out.join("man");
+    fs::create_dir_all(&man)?;
+    pages(&man, kvbrokerd::command(), "8", date)?;
+    pages(&man, kvbctl::command(), "1", date)?;
+    fs::write(man.join("kvbroker.toml.5"), configuration(date))?;
     for (shell, name) in [(Shell::Bash, "bash"), (Shell::Zsh, "zsh"), (Shell::Fish, "fish")] {
         let directory = out.join("completions").join(name);
         fs::create_dir_all(&directory)?;
@@ -49,7 +53,12 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
 }
 
 /// The page of `command`, and one for each command below it: `kvbctl-plan.1`.
-fn pages(directory: &Path, command: Command, section: &str, date: &str) -> std::io::Result<()> {
+fn pages(directory: &Path, mut command: Command, section: &str, date: &str) -> std::io::Result<()> {
+    // What comes after `--` is written so in a usage, and not in what the pages make of the arguments themselves.
+    if command.get_positionals().any(clap::Arg::is_last_set) {
+        let usage = command.render_usage().to_string();
+        command = command.override_usage(usage.trim_start_matches("Usage:").trim().to_owned());
+    }
     let name = command.get_name().to_owned();
     let version = env!("CARGO_PKG_VERSION");
     let mut page = Vec::new();

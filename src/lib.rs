@@ -23,7 +23,7 @@ pub mod packing;
 pub mod plan;
 pub mod pool;
 pub mod profile;
-mod quote;
+pub mod quote;
 pub mod seqpacket;
 #[cfg(feature = "daemon")]
 pub mod simulate;

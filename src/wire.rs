@@ -750,11 +750,12 @@ pub fn label<const N: usize>(text: &str) -> [u8; N] {
     out
 }
 
-/// A label as text. Control characters, which could play tricks on an operator's terminal, become `?`.
+/// A label as text. Characters that could play tricks on an operator's terminal, controls and what turns the writing or
+/// cannot be seen, become `?` ([`crate::quote`]).
 pub fn label_text(label: &[u8]) -> Result<String, WireError> {
     let end = label.iter().position(|&b| b == 0).unwrap_or(label.len());
     let text = std::str::from_utf8(&label[..end]).map_err(|_| WireError::Label)?;
-    Ok(text.chars().map(|c| if c.is_control() { '?' } else { c }).collect())
+    Ok(crate::quote::plain(text))
 }
 
 /// Writes one layer group of a profile as the body of a `profile` message.
@@ -864,6 +865,11 @@ mod tests {
         let cut: [u8; 4] = label("关断三号阀门");
         assert_eq!(label_text(&cut).unwrap(), "关");
         assert_eq!(label_text(b"a\x1b[2Jb\0\0").unwrap(), "a?[2Jb");
+        // "txt.exe" that reads as "exe.txt", and two names that look like one.
+        let cut: [u8; 32] = label("pay\u{202e}txt.exe");
+        assert_eq!(label_text(&cut).unwrap(), "pay?txt.exe");
+        let cut: [u8; 32] = label("engine\u{200b}\u{e0041}");
+        assert_eq!(label_text(&cut).unwrap(), "engine??");
         assert_eq!(label_text(&[0xff, 0]), Err(WireError::Label));
     }
 }

@@ -210,3 +210,47 @@ fn the_tool_prints_a_table_and_json_and_names_a_bad_line() {
     assert!(kvbctl(&["--shop-floor", "1", "--write", path]).status.success());
     assert!(kvbctl(&[path, "--trace-block", "16", "--pool", "unlimited"]).status.success());
 }
+
+#[test]
+fn what_no_machine_could_replay_is_refused_in_words_and_takes_no_memory() {
+    let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/trace.jsonl");
+    // A machine of a kind that would not survive it: 1 GiB of addresses.
+    let bounded = |arguments: &[&str]| {
+        let mut command = Command::new("prlimit");
+        command.arg(format!("--as={}", 1u64 << 30)).arg(env!("CARGO_BIN_EXE_kvbctl")).arg("simulate");
+        let output = command.args(arguments).output().unwrap();
+        (output.status.code(), String::from_utf8(output.stderr).unwrap())
+    };
+    let (code, said) = bounded(&[trace, "--pool", "8388607T"]);
+    assert_eq!(code, Some(1), "{said}");
+    assert!(said.contains("at most 4194304 can be simulated"), "{said}");
+    let (code, said) = bounded(&["--shop-floor", "1", "--pool", "8T"]);
+    assert_eq!((code, said.contains("at most 4194304")), (Some(1), true), "{said}");
+    for shifts in ["0", "1001", "18446744073709551615"] {
+        let (code, said) = bounded(&["--shop-floor", shifts]);
+        assert_eq!((code, said.contains("1..=1000")), (Some(2), true), "{said}");
+    }
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("absurd.jsonl");
+    let says = |line: &str, more: &[&str]| {
+        std::fs::write(&path, format!("{line}\n")).unwrap();
+        bounded(&[&[path.to_str().unwrap()], more].concat())
+    };
+    let request = |input: u64, output: u64, ids: &str| {
+        format!(
+            "{{\"timestamp\":0,\"input_length\":{input},\"output_length\":{output},\"hash_ids\":[{ids}]}}"
+        )
+    };
+    let (code, said) = says(&request(1, u64::MAX, "0"), &["--pool", "unlimited"]);
+    assert_eq!((code, said.contains("line 1: output_length")), (Some(1), true), "{said}");
+    // One id that is to stand for a thousand million tokens of a block each.
+    let (code, said) =
+        says(&request(1 << 30, 1, "0"), &["--trace-block", "1073741824", "--tokens-per-block", "1"]);
+    assert_eq!(
+        (code, said.contains("request 1 of the trace has 1073741824 blocks")),
+        (Some(1), true),
+        "{said}"
+    );
+    let (code, said) = says(&" ".repeat(2 << 20), &[]);
+    assert_eq!((code, said.contains("line 1 has more than the 1048576 bytes")), (Some(1), true), "{said}");
+}

@@ -54,7 +54,15 @@ fn main() -> ExitCode {
     };
     if cli.check {
         return match config.outlook() {
-            Ok(outlook) => say(&format!("{}: a start would take {outlook}", path.display())),
+            Ok(outlook) => {
+                // Without --config the file may be missing, and then it had better be said that it is.
+                let missing = if path.exists() {
+                    ""
+                } else {
+                    "there is no such file, so this is by defaults and drop-ins: "
+                };
+                say(&format!("{}: {missing}a start would take {outlook}", path.display()))
+            }
             Err(e) => complain(&e.to_string(), 2),
         };
     }

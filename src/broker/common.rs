@@ -7,20 +7,26 @@
 //!   the time that an answer takes;
 //! - what is copied is pinned meanwhile, and its checksums are compared with those of the seals: a copy is as it was
 //!   sealed, or there is none;
-//! - an extent of a copy holds blocks of one chain, for one set of readers, and has a name that the pool never gives;
-//! - a copy is found as long as its chain is pinned. After that its holders are asked to give it back, each once its
-//!   tables do not name it, and it counts against the bound until all have.
+//! - an extent of a copy holds blocks of one donor, for one set of readers, and has a name that the pool never gives. What is
+//!   copied for all readers of a chain already is not copied again for it;
+//! - a block of a copy is found by a tenant as long as a chain through it is pinned under a label that names this tenant.
+//!   An extent without such a block is retired: its holders are asked to give it back, each once its tables do not name it;
+//! - every copy counts until its memory is the kernel's again: a retired one is taken back when its holders have given it
+//!   back, as they say, and the kernel says that nobody has it open ([`Sealed::take_back`]). Until then it is asked again,
+//!   later each time, and there is a time to wake up for only while there is such a copy;
+//! - each donor has a part of the bound ([`parts`]) and never more, whatever the others leave.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
-use std::os::fd::OwnedFd;
+use std::collections::{BTreeMap, BTreeSet};
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
 use super::prefix::chains::digits;
 use super::prefix::{self, Digest, Pin};
-use super::{Broker, Job, Session};
-use crate::heap::ReadOnlyCopy;
+use super::quarantine::{FIRST, GRACE, LONGEST};
+use super::{Broker, Descriptor, Job, Session};
+use crate::heap::{ReadOnlyCopy, Sealed};
 use crate::id::{BlockId, ClientId, ExtentId, Place, Tenant};
 use crate::profile::Profile;
 
@@ -36,16 +42,43 @@ const DEADLINE_MS: u32 = 2000;
 pub struct CommonRule {
     /// The tenant that pins them.
     pub donor: Tenant,
-    /// Those whose labels begin so.
+    /// Those whose labels begin with these segments: see [`label_begins`].
     pub label: String,
     /// The tenants that may read them.
     pub readers: BTreeSet<Tenant>,
 }
 
+/// Whether a label begins with `start`, segment by segment: segments are what stands between slashes. `a/b` is the beginning of
+/// `a/b` and of `a/b/c`, and not of `a/bc`; `a/` is that of all below `a`.
+pub fn label_begins(label: &str, start: &str) -> bool {
+    let rest = label.strip_prefix(start);
+    rest.is_some_and(|rest| rest.is_empty() || rest.starts_with('/') || start.ends_with('/'))
+}
+
+/// How many of `places` extents the copies of each donor may be: as many as its bound in `limits` has bytes for, and
+/// those without one get equal parts of what these leave. What a donor does not use is nobody else's, so that it is there
+/// when it is wanted. Together the parts are no more than `places`, if the bounds are not.
+pub fn parts(
+    rules: &[CommonRule],
+    limits: &BTreeMap<Tenant, u64>,
+    places: u32,
+    extent_bytes: u64,
+) -> BTreeMap<Tenant, u32> {
+    let donors: BTreeSet<Tenant> = rules.iter().map(|r| r.donor).collect();
+    let named = |donor: &Tenant| {
+        let bytes = limits.get(donor)?;
+        Some(u32::try_from(bytes / extent_bytes).unwrap_or(u32::MAX).min(places))
+    };
+    let taken = donors.iter().filter_map(named).fold(0, u32::saturating_add);
+    let others = donors.iter().filter(|d| named(d).is_none()).count() as u32;
+    let equal = places.saturating_sub(taken) / others.max(1);
+    donors.iter().map(|donor| (*donor, named(donor).unwrap_or(equal))).collect()
+}
+
 /// One extent of a copy.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 struct Copied {
-    /// The pinned chain that it is a part of.
+    /// The pinned chain that it was copied for, or, if that one is gone, another one that needs it.
     chain: Digest,
     donor: Tenant,
     label: String,
@@ -87,15 +120,11 @@ impl Common {
         }
     }
 
-    /// The client has closed it, or is gone. `false` if it had not got it.
+    /// The client says that it has closed it, or is gone. `false` if it had not got it.
     pub fn remove_holder(&mut self, extent: ExtentId, client: ClientId) -> bool {
         let Some(e) = self.extents.get_mut(&extent) else { return false };
         e.told.remove(&client);
-        let was = e.holders.remove(&client);
-        if !e.live && e.holders.is_empty() {
-            self.extents.remove(&extent);
-        }
-        was
+        e.holders.remove(&client)
     }
 
     /// The client is gone.
@@ -113,6 +142,11 @@ impl Common {
 
     fn bytes(&self) -> u64 {
         self.extents.values().map(|e| e.bytes).sum()
+    }
+
+    /// Extents of copies that count against a donor's part.
+    fn extents_of(&self, donor: Tenant) -> u32 {
+        self.extents.values().filter(|e| e.donor == donor).count() as u32
     }
 }
 
@@ -145,6 +179,9 @@ impl Walk {
 struct Copying {
     ticket: u64,
     chain: Digest,
+    /// For whom: if that changes meanwhile, it is begun anew.
+    readers: BTreeSet<Tenant>,
+    /// Blocks of the chain of which these readers have no copy yet.
     names: Vec<Digest>,
     /// Blocks of one extent.
     slots: usize,
@@ -153,18 +190,59 @@ struct Copying {
     made: Vec<ReadOnlyCopy>,
 }
 
+/// A pinned chain that a rule covers.
+#[derive(Debug)]
+struct Named {
+    donor: Tenant,
+    label: String,
+    readers: BTreeSet<Tenant>,
+    blocks: u32,
+}
+
+/// How a block came to be covered by the rules.
+#[derive(Debug, Clone, Copy)]
+struct Way {
+    /// A pinned chain through it.
+    chain: Digest,
+    /// All that is before it, up to the sequence's start, is covered too.
+    whole: bool,
+}
+
+/// Blocks that may be found, by the set of tenants that may find them.
+type Covered = BTreeMap<BTreeSet<Tenant>, BTreeMap<Digest, Way>>;
+
+/// A retired copy that all its holders have given back, as they say, and that somebody has open still.
+#[derive(Debug)]
+struct Kept {
+    wait: Duration,
+    due: Instant,
+    /// The log knows of it.
+    said: bool,
+}
+
 /// The part that is not written down.
 #[derive(Debug, Default)]
 pub(super) struct Commons {
-    descriptors: BTreeMap<ExtentId, Arc<OwnedFd>>,
+    /// Every copy's file. Also of those that are retired: their memory is taken back through it, and nothing else proves
+    /// that nobody has them.
+    files: BTreeMap<ExtentId, Arc<Sealed>>,
+    kept: BTreeMap<ExtentId, Kept>,
+    /// By the donor's name, every block of a copy that can be found by somebody.
+    copies: BTreeMap<Digest, Vec<BlockId>>,
     /// By reader, and by the donor's name.
     found: BTreeMap<(Tenant, Digest), BlockId>,
     /// Something was pinned or unpinned.
     pub stirred: bool,
-    wanted: VecDeque<Digest>,
+    wanted: BTreeSet<(Tenant, Digest)>,
+    /// Whose chain was begun last: the next one is another donor's, if one of another's is wanted.
+    last: Option<Tenant>,
     copying: Option<Copying>,
+    /// Chains of which all blocks are copied, and for whom.
+    complete: BTreeMap<Digest, BTreeSet<Tenant>>,
     /// Chains of which there is no copy, and why.
     refused: BTreeMap<Digest, String>,
+    /// What the log knows of that.
+    said: BTreeMap<Digest, String>,
     hits: u64,
 }
 
@@ -179,16 +257,28 @@ pub struct CommonReport {
     pub label: String,
     /// The tenants that may read it.
     pub readers: Vec<u32>,
-    /// Blocks of the copy.
+    /// Blocks of the chain, or, if it is not pinned any more, of the copy.
     pub blocks: u32,
-    /// Bytes of the copy, which lie beside the pool.
+    /// Bytes that were copied for it, which lie beside the pool. What another chain was copied for is counted there.
     pub bytes: u64,
     /// Connections that have mapped it.
     pub connections: u32,
-    /// `shared`; `copying`; `refused`, with the reason; or `retired`: unpinned, and not given back by all yet.
+    /// `shared`; `copying`; `refused`, with the reason; `retired`: unpinned, and not given back by all yet; or `kept`: given
+    /// back by all, as they say, and somebody has it open still, as the kernel says.
     pub state: String,
     /// Why it is refused.
     pub why: Option<String>,
+}
+
+/// What one donor has of the bound, in `kvbctl prefixes`.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+pub struct CommonDonorReport {
+    /// Who.
+    pub uid: u32,
+    /// Extents of copies of its prompts, with those that are retired.
+    pub extents: u32,
+    /// The most that there may be.
+    pub limit_extents: u32,
 }
 
 impl Broker {
@@ -237,8 +327,8 @@ impl Broker {
     }
 
     /// The descriptor of an extent of a copy.
-    pub(super) fn common_descriptor(&self, extent: ExtentId) -> Option<Arc<OwnedFd>> {
-        self.common.descriptors.get(&extent).cloned()
+    pub(super) fn common_descriptor(&self, extent: ExtentId) -> Option<Descriptor> {
+        self.common.files.get(&extent).cloned().map(Descriptor::Copy)
     }
 
     /// How many blocks of the session's table lie in the pool.
@@ -254,14 +344,22 @@ impl Broker {
         self.common.stirred || self.common.copying.is_some() || !self.common.wanted.is_empty()
     }
 
-    /// After every change: what was unpinned is retired, what was pinned is copied, and what is retired is asked for.
+    /// After every change: what was unpinned is retired, what was pinned is copied, what is retired is asked for, and what was
+    /// given back is taken back.
     pub(super) fn tend_common(&mut self) {
         if self.policy.common.is_empty() && self.state.common.extents.is_empty() {
             self.common.stirred = false;
             return;
         }
-        if std::mem::take(&mut self.common.stirred) {
-            self.compare_with_pins();
+        loop {
+            if std::mem::take(&mut self.common.stirred) {
+                self.compare_with_pins();
+            }
+            // What was refused for want of room may have some now.
+            if !self.take_back_retired() || self.common.refused.is_empty() {
+                break;
+            }
+            self.common.stirred = true;
         }
         self.begin_copy();
         self.ask_for_retired();
@@ -269,72 +367,157 @@ impl Broker {
 
     /// Who may read what is pinned so; nobody, if no rule says so.
     fn readers_of(&self, pin: &Pin) -> BTreeSet<Tenant> {
-        let covers = |r: &&CommonRule| r.donor == pin.tenant && pin.label.starts_with(r.label.as_str());
+        let covers = |r: &&CommonRule| r.donor == pin.tenant && label_begins(&pin.label, &r.label);
         let mut readers: BTreeSet<Tenant> =
             self.policy.common.iter().filter(covers).flat_map(|r| r.readers.iter().copied()).collect();
         readers.remove(&pin.tenant);
         readers
     }
 
-    fn compare_with_pins(&mut self) {
-        let pins = self.state.prefixes.pins();
-        let named: BTreeMap<Digest, BTreeSet<Tenant>> = pins
-            .map(|(chain, pin)| (*chain, self.readers_of(pin)))
-            .filter(|(_, readers)| !readers.is_empty())
-            .collect();
-        for e in self.state.common.extents.values_mut() {
-            e.live &= named.get(&e.chain) == Some(&e.readers);
+    /// The extents that copies of each donor's prompts may be.
+    fn common_parts(&self) -> BTreeMap<Tenant, u32> {
+        let (places, each) = (self.common_places(), self.state.pool.extent_bytes());
+        parts(&self.policy.common, &self.policy.common_limits, places, each)
+    }
+
+    /// Every pinned chain that a rule covers.
+    fn named(&self) -> BTreeMap<Digest, Named> {
+        let named = |(chain, pin): (&Digest, &Pin)| {
+            let (donor, label, blocks) = (pin.tenant, pin.label.clone(), pin.blocks);
+            let readers = self.readers_of(pin);
+            (!readers.is_empty()).then_some((*chain, Named { donor, label, readers, blocks }))
+        };
+        self.state.prefixes.pins().filter_map(named).collect()
+    }
+
+    /// The blocks of these chains. Each is looked at once for all chains that go on from it, and for each that does not reach
+    /// back to the start of its sequence.
+    fn covered(&self, named: &BTreeMap<Digest, Named>) -> Covered {
+        let prefixes = &self.state.prefixes;
+        let mut covered = Covered::new();
+        for (chain, n) in named {
+            let blocks = covered.entry(n.readers.clone()).or_default();
+            let (mut own, mut next, mut whole) = (Vec::new(), Some(*chain), false);
+            while let Some(name) = next.filter(|_| own.len() < n.blocks as usize) {
+                whole = blocks.get(&name).is_some_and(|way| way.whole);
+                if whole || prefixes.get(&name).is_none() {
+                    break;
+                }
+                own.push(name);
+                next = prefixes.parent(&name);
+                whole = next.is_none();
+            }
+            for name in own {
+                let way = blocks.entry(name).or_insert(Way { chain: *chain, whole });
+                way.whole |= whole;
+            }
         }
-        // Nobody has it: it is gone at once.
-        self.state.common.extents.retain(|_, e| e.live || !e.holders.is_empty());
-        self.index_copies();
-        let extents = &self.state.common.extents;
+        covered
+    }
+
+    fn compare_with_pins(&mut self) {
+        let named = self.named();
+        let covered = self.covered(&named);
+        for e in self.state.common.extents.values_mut().filter(|e| e.live) {
+            let needs = |(readers, blocks): (&BTreeSet<Tenant>, &BTreeMap<Digest, Way>)| {
+                let mut names = e.names.iter().filter(|_| readers.is_subset(&e.readers));
+                names.find_map(|name| blocks.get(name)).map(|way| way.chain)
+            };
+            let Some(chain) = covered.iter().find_map(needs) else {
+                e.live = false;
+                continue;
+            };
+            if named.get(&e.chain).is_none_or(|n| !n.readers.is_subset(&e.readers)) {
+                e.chain = chain;
+            }
+            if let Some(n) = named.get(&e.chain) {
+                e.label.clone_from(&n.label);
+            }
+        }
+        self.index_copies(&covered);
+        self.common.complete.retain(|chain, readers| named.get(chain).is_some_and(|n| n.readers == *readers));
         let is_copied = |chain: &Digest| {
-            extents.values().any(|e| e.live && e.chain == *chain)
+            self.common.complete.contains_key(chain)
                 || self.common.copying.as_ref().is_some_and(|c| c.chain == *chain)
         };
-        self.common.wanted = named.keys().filter(|chain| !is_copied(chain)).copied().collect();
-        self.common.refused.clear();
+        let wanted = named.iter().filter(|(chain, _)| !is_copied(chain)).map(|(chain, n)| (n.donor, *chain));
+        self.common.wanted = wanted.collect();
+        self.common.said.append(&mut self.common.refused);
+        self.common.said.retain(|chain, _| named.contains_key(chain));
     }
 
     /// What can be found, derived anew.
-    fn index_copies(&mut self) {
+    fn index_copies(&mut self, covered: &Covered) {
         let extents = &self.state.common.extents;
-        self.common.descriptors.retain(|id, _| extents.get(id).is_some_and(|e| e.live));
-        self.common.found.clear();
+        self.common.copies.clear();
         for (&extent, e) in extents.iter().filter(|(_, e)| e.live) {
             for (slot, name) in (0..).zip(&e.names) {
                 let block = BlockId { place: Place { extent, slot }, generation: GENERATION };
-                for reader in &e.readers {
+                self.common.copies.entry(*name).or_default().push(block);
+            }
+        }
+        self.common.found.clear();
+        for (readers, blocks) in covered {
+            for name in blocks.keys() {
+                let Some(block) = self.copy_for(name, readers) else { continue };
+                for reader in readers {
                     self.common.found.entry((*reader, *name)).or_insert(block);
                 }
             }
         }
     }
 
+    /// The block of a copy that all of these may read.
+    fn copy_for(&self, name: &Digest, readers: &BTreeSet<Tenant>) -> Option<BlockId> {
+        let may = |block: &&BlockId| {
+            let extent = self.state.common.extents.get(&block.place.extent);
+            extent.is_some_and(|e| readers.is_subset(&e.readers))
+        };
+        self.common.copies.get(name)?.iter().find(may).copied()
+    }
+
+    /// The next chain to be copied: of another donor than the last one, if there is one, so that none can keep the others
+    /// waiting by pinning and unpinning.
+    fn next_wanted(&self, later: &BTreeSet<Digest>) -> Option<(Tenant, Digest)> {
+        let last = self.common.last;
+        let mut wanted = self.common.wanted.iter().filter(|(_, chain)| !later.contains(chain));
+        let after = wanted.clone().find(|(donor, _)| last.is_none_or(|last| *donor > last));
+        after.or_else(|| wanted.next()).copied()
+    }
+
     fn begin_copy(&mut self) {
+        // Those whose sums are still on their way: nobody else waits for them.
+        let mut later = BTreeSet::new();
         while self.common.copying.is_none() {
-            let Some(chain) = self.common.wanted.front().copied() else { return };
-            let names = match self.pinned_names(&chain) {
-                Some(names) => names,
-                None => {
-                    self.common.wanted.pop_front();
-                    continue;
-                }
+            let Some((donor, chain)) = self.next_wanted(&later) else { return };
+            let pin = self.state.prefixes.pins().find(|(c, _)| **c == chain).map(|(_, pin)| pin);
+            let readers = pin.map(|pin| self.readers_of(pin)).unwrap_or_default();
+            let Some(mut names) = self.pinned_names(&chain).filter(|_| !readers.is_empty()) else {
+                self.common.wanted.remove(&(donor, chain));
+                self.refuse_copy(chain, "a block of it is gone".into());
+                continue;
             };
+            let slots = self.blocks_per_copy(&names);
+            names.retain(|name| self.copy_for(name, &readers).is_none());
             let prefixes = &self.state.prefixes;
             let unread = |name: &Digest| prefixes.get(name).and_then(|b| prefixes.checksum(b)) == Some(None);
             if self.policy.checksums && self.is_summing() && names.iter().any(unread) {
-                // The sums are on their way.
-                return;
+                later.insert(chain);
+                continue;
             }
-            self.common.wanted.pop_front();
-            let slots = self.blocks_per_copy(&names);
-            let (needed, most) = (names.len().div_ceil(slots), self.common_places() as usize);
-            let used = self.state.common.extents.len();
-            if used + needed > most {
+            self.common.wanted.remove(&(donor, chain));
+            if names.is_empty() {
+                self.common.complete.insert(chain, readers);
+                continue;
+            }
+            let needed = u32::try_from(names.len().div_ceil(slots)).unwrap_or(u32::MAX);
+            let used = self.state.common.extents_of(donor);
+            let most = self.common_parts().get(&donor).copied().unwrap_or(0);
+            if used.saturating_add(needed) > most {
                 let why = format!(
-                    "{needed} extents of copies are needed, {used} of {most} are in use (prefix.common-limit)"
+                    "{needed} extents of copies are needed, and {used} of the {most} that are uid {}'s part of \
+                     prefix.common-limit are in use",
+                    donor.0
                 );
                 self.refuse_copy(chain, why);
                 continue;
@@ -344,7 +527,8 @@ impl Broker {
             }
             let (ticket, asked, made) = (self.next_ticket, 0, Vec::new());
             self.next_ticket += 1;
-            self.common.copying = Some(Copying { ticket, chain, names, slots, asked, made });
+            self.common.last = Some(donor);
+            self.common.copying = Some(Copying { ticket, chain, readers, names, slots, asked, made });
             self.copy_on();
         }
     }
@@ -408,7 +592,9 @@ impl Broker {
     }
 
     fn end_copy(&mut self, result: Result<(), String>) {
-        let Some(Copying { chain, names, slots, made, .. }) = self.common.copying.take() else { return };
+        let Some(Copying { chain, readers, names, slots, made, .. }) = self.common.copying.take() else {
+            return;
+        };
         for name in &names {
             self.set_pinned(name, COPYING, false);
         }
@@ -420,9 +606,9 @@ impl Broker {
         if let Err(why) = result {
             return self.refuse_copy(chain, why);
         }
-        let readers = self.readers_of(&pin);
-        // Pinned anew meanwhile, under a label that no rule names.
-        if readers.is_empty() {
+        self.common.stirred = true;
+        // Pinned anew meanwhile, under a label that names others, or nobody.
+        if self.readers_of(&pin) != readers {
             return;
         }
         log::info!("{} blocks of uid {} are common to {} tenants", names.len(), pin.tenant.0, readers.len());
@@ -436,15 +622,84 @@ impl Broker {
             common
                 .extents
                 .insert(extent, Copied { chain, donor, label, readers, names, bytes, live, holders, told });
-            self.common.descriptors.insert(extent, Arc::new(copy.fd));
+            self.common.files.insert(extent, Arc::new(copy.file));
         }
-        self.index_copies();
     }
 
     fn refuse_copy(&mut self, chain: Digest, why: String) {
-        log::warn!("chain {} is not common to the tenants that prefix.common names: {why}", digits(&chain));
+        if self.common.said.get(&chain) != Some(&why) {
+            let name = digits(&chain);
+            log::warn!("chain {name} is not common to the tenants that prefix.common names: {why}");
+        }
         self.common.refused.insert(chain, why);
         self.stirred = true;
+    }
+
+    /// Takes back retired copies that nobody says to have any more, if nobody has them. Whether any came back.
+    fn take_back_retired(&mut self) -> bool {
+        let (now, kept) = (self.absent.clock, &self.common.kept);
+        let is_due = |(id, e): &(&ExtentId, &Copied)| {
+            !e.live && e.holders.is_empty() && kept.get(id).is_none_or(|k| k.due <= now)
+        };
+        let due: Vec<ExtentId> = self.state.common.extents.iter().filter(is_due).map(|(id, _)| *id).collect();
+        let mut any = false;
+        for extent in due {
+            // After a restart there is no file to ask about: what a client of the last run keeps is not known.
+            match self.common.files.get(&extent).map_or(Ok(true), |file| file.take_back()) {
+                Ok(true) => {
+                    self.state.common.extents.remove(&extent);
+                    self.common.files.remove(&extent);
+                    self.common.kept.remove(&extent);
+                    any = true;
+                }
+                Ok(false) => self.keep_copy(extent, None),
+                Err(e) => self.keep_copy(extent, Some(e)),
+            }
+        }
+        any
+    }
+
+    /// Somebody has it open still, or the kernel does not say.
+    fn keep_copy(&mut self, extent: ExtentId, error: Option<std::io::Error>) {
+        let Some(e) = self.state.common.extents.get(&extent) else { return };
+        let now = self.absent.clock;
+        let kept =
+            self.common.kept.entry(extent).or_insert(Kept { wait: Duration::ZERO, due: now, said: false });
+        let first = kept.wait.is_zero();
+        kept.wait = if first { GRACE } else { (kept.wait * 2).clamp(FIRST, LONGEST) };
+        kept.due = now + kept.wait;
+        if first || std::mem::replace(&mut kept.said, true) {
+            return;
+        }
+        let (donor, readers) =
+            (e.donor.0, e.readers.iter().map(|t| t.0.to_string()).collect::<Vec<_>>().join(", "));
+        let why = error
+            .map_or("somebody has it open still".into(), |e| format!("who has it open cannot be told: {e}"));
+        log::warn!(
+            "{extent}, a copy of a prompt of uid {donor} for uid {readers}, has been given back by all, and {why}; it counts \
+             against the part of uid {donor} until it is closed"
+        );
+    }
+
+    /// A connection of this tenant has ended: what it kept may be closed with it.
+    pub(super) fn look_for_kept_copies_of(&mut self, tenant: Tenant) {
+        for (extent, kept) in &mut self.common.kept {
+            if self.state.common.extents.get(extent).is_some_and(|e| e.readers.contains(&tenant)) {
+                (kept.wait, kept.due) = (Duration::ZERO, self.absent.clock);
+            }
+        }
+    }
+
+    /// Asks again about copies that are kept, if it is time.
+    pub(super) fn look_for_kept_copies(&mut self) {
+        if self.next_look_for_copies().is_some_and(|due| due <= self.absent.clock) {
+            self.settle();
+        }
+    }
+
+    /// When it is; `None` while no copy is kept.
+    pub(super) fn next_look_for_copies(&self) -> Option<Instant> {
+        self.common.kept.values().map(|k| k.due).min()
     }
 
     /// Whoever has a retired copy and does not use it any more is asked to close it.
@@ -467,7 +722,7 @@ impl Broker {
         }
     }
 
-    /// After a restart the copies' descriptors are gone: who has one keeps it, nobody else gets it.
+    /// After a restart the copies' files are gone: who has one keeps it, nobody else gets it.
     pub(super) fn retire_copies(&mut self) {
         let names: Vec<Digest> = self.state.prefixes.iter().map(|(name, ..)| *name).collect();
         for name in names {
@@ -480,18 +735,38 @@ impl Broker {
 
     /// What tables name of copies is there.
     pub(super) fn check_copies(&self) -> Result<(), String> {
-        for (extent, e) in &self.state.common.extents {
+        let extents = &self.state.common.extents;
+        for (extent, e) in extents {
             if !extent.is_copy() || !e.told.is_subset(&e.holders) {
                 return Err(format!("{extent} is no copy, or is wanted from who has not got it"));
             }
-            if e.live != self.common.descriptors.contains_key(extent) {
-                return Err(format!("{extent} can be found: {}, and its descriptor is not so", e.live));
+            if e.live && !self.common.files.contains_key(extent) {
+                return Err(format!("{extent} can be found, and its file is gone"));
             }
             if let Some(gone) = e.holders.iter().find(|c| !self.state.clients.contains_key(c)) {
                 return Err(format!("{extent} is held by client {}, which is gone", gone.0));
             }
+            let is_given_back = !e.live && e.holders.is_empty();
+            if is_given_back != self.common.kept.contains_key(extent) {
+                return Err(format!(
+                    "{extent} is given back: {is_given_back}, and asked about: {}",
+                    !is_given_back
+                ));
+            }
         }
-        Ok(())
+        let of_none =
+            self.common.files.keys().chain(self.common.kept.keys()).find(|e| !extents.contains_key(e));
+        if let Some(extent) = of_none {
+            return Err(format!("{extent} is not there, and its file is"));
+        }
+        // Those of an earlier run are left out: its configuration may have been another one.
+        let of = |donor: Tenant| self.common.files.keys().filter(|id| extents[*id].donor == donor).count();
+        match self.common_parts().iter().find(|(donor, part)| of(**donor) > **part as usize) {
+            Some((donor, part)) => {
+                Err(format!("uid {} has more copies than its part, {part} extents", donor.0))
+            }
+            None => Ok(()),
+        }
     }
 
     /// Bytes of all copies, and the most that they may have.
@@ -505,10 +780,49 @@ impl Broker {
         self.common.hits
     }
 
+    /// What each donor has of the bound.
+    pub(super) fn common_donors(&self) -> Vec<CommonDonorReport> {
+        let report = |(donor, limit_extents): (Tenant, u32)| CommonDonorReport {
+            uid: donor.0,
+            extents: self.state.common.extents_of(donor),
+            limit_extents,
+        };
+        self.common_parts().into_iter().map(report).collect()
+    }
+
     /// Every chain that is common, is to be, or was.
     pub(super) fn common_reports(&self) -> Vec<CommonReport> {
-        let mut all: BTreeMap<(Digest, bool), (CommonReport, BTreeSet<ClientId>)> = BTreeMap::new();
-        for e in self.state.common.extents.values() {
+        let extents = &self.state.common.extents;
+        let mut reports = Vec::new();
+        for (chain, n) in self.named() {
+            let (state, why) = match self.common.refused.get(&chain) {
+                Some(why) => ("refused", Some(why.clone())),
+                None if self.common.complete.contains_key(&chain) => ("shared", None),
+                None => ("copying", None),
+            };
+            let names = self.pinned_names(&chain).unwrap_or_default();
+            let places: BTreeSet<ExtentId> = names
+                .iter()
+                .filter_map(|name| self.copy_for(name, &n.readers))
+                .map(|block| block.place.extent)
+                .collect();
+            let holders = places.iter().filter_map(|id| extents.get(id)).flat_map(|e| &e.holders);
+            let own = extents.values().filter(|e| e.live && e.chain == chain);
+            reports.push(CommonReport {
+                chain: digits(&chain),
+                uid: n.donor.0,
+                label: n.label,
+                readers: n.readers.iter().map(|t| t.0).collect(),
+                blocks: n.blocks,
+                bytes: own.map(|e| e.bytes).sum(),
+                connections: holders.collect::<BTreeSet<_>>().len() as u32,
+                state: state.into(),
+                why,
+            });
+        }
+        let mut old: BTreeMap<(Digest, bool), (CommonReport, BTreeSet<ClientId>)> = BTreeMap::new();
+        for e in extents.values().filter(|e| !e.live) {
+            let kept = e.holders.is_empty();
             let new = || CommonReport {
                 chain: digits(&e.chain),
                 uid: e.donor.0,
@@ -517,35 +831,16 @@ impl Broker {
                 blocks: 0,
                 bytes: 0,
                 connections: 0,
-                state: if e.live { "shared" } else { "retired" }.into(),
+                state: if kept { "kept" } else { "retired" }.into(),
                 why: None,
             };
-            let (report, clients) = all.entry((e.chain, e.live)).or_insert_with(|| (new(), BTreeSet::new()));
+            let (report, clients) = old.entry((e.chain, kept)).or_insert_with(|| (new(), BTreeSet::new()));
             report.blocks += e.names.len() as u32;
             report.bytes += e.bytes;
             clients.extend(e.holders.iter().copied());
         }
-        let mut reports: Vec<CommonReport> = all
-            .into_values()
-            .map(|(report, clients)| CommonReport { connections: clients.len() as u32, ..report })
-            .collect();
-        let copying = self.common.copying.iter().map(|c| (c.chain, "copying", None));
-        let wanted = self.common.wanted.iter().map(|chain| (*chain, "copying", None));
-        let refused = self.common.refused.iter().map(|(chain, why)| (*chain, "refused", Some(why.clone())));
-        for (chain, state, why) in copying.chain(wanted).chain(refused) {
-            let Some((_, pin)) = self.state.prefixes.pins().find(|(c, _)| **c == chain) else { continue };
-            reports.push(CommonReport {
-                chain: digits(&chain),
-                uid: pin.tenant.0,
-                label: pin.label.clone(),
-                readers: self.readers_of(pin).iter().map(|t| t.0).collect(),
-                blocks: pin.blocks,
-                bytes: 0,
-                connections: 0,
-                state: state.into(),
-                why,
-            });
-        }
+        let connections = |clients: BTreeSet<ClientId>| clients.len() as u32;
+        reports.extend(old.into_values().map(|(r, c)| CommonReport { connections: connections(c), ..r }));
         reports
     }
 }

@@ -41,13 +41,13 @@ mod window_test;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
-pub use common::{CommonReport, CommonRule};
+pub use common::{CommonDonorReport, CommonReport, CommonRule, label_begins, parts as common_parts};
 pub use evict::{Evict, EvictReport};
 pub use fsck::{DamageReport, FsckReport};
 pub use lent::{Borrower, HoldError, HoldId, HoldProgress, HoldReport};
@@ -64,7 +64,7 @@ pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport}
 pub use usage::{ChainReport, PrefixesReport, TenantUsage, TenantsReport};
 pub use window::{Declined, Made, Making};
 
-use crate::heap::{Buffer, Heap, HeapError, ReadOnlyCopy, Renewal};
+use crate::heap::{Buffer, Heap, HeapError, ReadOnlyCopy, Renewal, Sealed};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, SessionId, Tenant};
 use crate::map::page_bytes;
 use crate::packing::Extents;
@@ -121,6 +121,8 @@ pub struct Policy {
     pub common: Vec<CommonRule>,
     /// Bytes that read-only copies of these may have, in whole extents.
     pub common_bytes: u64,
+    /// Of these, bytes for copies of single donors' prompts; the others share the rest equally.
+    pub common_limits: BTreeMap<Tenant, u64>,
     /// Zero a block at every grant, not only when it comes from another process.
     pub scrub_always: bool,
     /// Strict mode: an extent holds one block, however many would fit.
@@ -155,6 +157,7 @@ impl Default for Policy {
             checksums: false,
             common: Vec::new(),
             common_bytes: 0,
+            common_limits: BTreeMap::new(),
             scrub_always: false,
             one_block_per_extent: false,
             elastic: false,
@@ -199,9 +202,47 @@ pub struct Output {
     /// Buffers whose descriptors go along, in this order.
     pub buffers: Vec<Arc<Buffer>>,
     /// Other descriptors, after those.
-    pub descriptors: Vec<Arc<OwnedFd>>,
+    pub descriptors: Vec<Descriptor>,
     /// After this message the connection ends.
     pub last: bool,
+}
+
+/// A descriptor that goes with a message and is no buffer's.
+#[derive(Debug, Clone)]
+pub enum Descriptor {
+    /// This one, whoever gets it.
+    Shared(Arc<OwnedFd>),
+    /// Of a read-only copy. Each reader gets an open file of its own, which is opened when the message leaves: what waits
+    /// to be sent costs no descriptor.
+    Copy(Arc<Sealed>),
+}
+
+/// See [`Descriptor::open`].
+#[derive(Debug)]
+pub enum Opened<'a> {
+    /// Of the broker.
+    Shared(BorrowedFd<'a>),
+    /// To be closed when it has been sent.
+    Own(OwnedFd),
+}
+
+impl Descriptor {
+    /// What is to be sent.
+    pub fn open(&self) -> std::io::Result<Opened<'_>> {
+        match self {
+            Descriptor::Shared(fd) => Ok(Opened::Shared(fd.as_fd())),
+            Descriptor::Copy(file) => file.reader().map(Opened::Own),
+        }
+    }
+}
+
+impl AsFd for Opened<'_> {
+    fn as_fd(&self) -> BorrowedFd<'_> {
+        match self {
+            Opened::Shared(fd) => *fd,
+            Opened::Own(fd) => fd.as_fd(),
+        }
+    }
 }
 
 /// Work that takes long, for the worker.
@@ -716,6 +757,7 @@ impl Broker {
             self.state.pool.remove_holder(extent, id);
         }
         self.state.common.forget_client(id);
+        self.look_for_kept_copies_of(client.tenant);
         for format in client.formats {
             self.forget_format(format);
         }
@@ -777,7 +819,7 @@ impl Broker {
         self.note_granted(client, &extents);
         let buffers = extents.iter().filter_map(|e| self.buffers.get(e).cloned()).collect();
         let mut descriptors: Vec<_> = copies.iter().filter_map(|e| self.common_descriptor(*e)).collect();
-        descriptors.extend(reply.descriptors);
+        descriptors.extend(reply.descriptors.into_iter().map(Descriptor::Shared));
         let message = message.finish();
         let output = Output { to: client, message, buffers, descriptors, last: false };
         if reply.scrub.is_empty() {

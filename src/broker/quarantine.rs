@@ -20,11 +20,11 @@ use crate::id::{ClientId, ExtentId, Tenant};
 use crate::pool::Use;
 
 /// A process that dies closes its connection before the last of its buffers: so long nothing is wrong.
-const GRACE: Duration = Duration::from_millis(5);
+pub(super) const GRACE: Duration = Duration::from_millis(5);
 /// The first time after which an extent in quarantine, or a missing one, is looked at again; it doubles each time.
-const FIRST: Duration = Duration::from_millis(100);
+pub(super) const FIRST: Duration = Duration::from_millis(100);
 /// The longest.
-const LONGEST: Duration = Duration::from_secs(30);
+pub(super) const LONGEST: Duration = Duration::from_secs(30);
 
 /// To whom an extent was granted last: for people.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -111,6 +111,7 @@ impl Broker {
         self.end_late_sessions(now);
         self.give_up_holds();
         self.end_late_lookups(now);
+        self.look_for_kept_copies();
         self.end_rest(now);
     }
 
@@ -119,7 +120,8 @@ impl Broker {
         let kept = self.absent.kept.values().filter(|k| k.buffer.is_some()).map(|k| k.due);
         let deadlines =
             self.next_reclaim().into_iter().chain(self.next_hold_deadline()).chain(self.lookups_wait_until());
-        kept.chain(self.absent.missing.due).chain(self.next_rest()).chain(deadlines).min()
+        let others = self.next_look_for_copies().into_iter().chain(self.next_rest());
+        kept.chain(self.absent.missing.due).chain(deadlines).chain(others).min()
     }
 
     /// Extents that were lent are to come back: they are missing, and the kernel is asked at once.

@@ -16,9 +16,11 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use super::grant::Want;
+use super::prefix::chains::digits;
 use super::prefix::{self, Digest, Pin, Publication};
 use super::{Broker, Format, Job};
 use crate::id::{BlockId, ClientId, FormatId, Tenant};
+use crate::quote::plain;
 use crate::size::Size;
 use crate::store::{Entry, Finished, Head, Hex, Listing, Location, Order, Saved, Source, StoreError};
 
@@ -36,7 +38,7 @@ pub struct StorePolicy {
     pub location: Location,
     /// Whose prefixes; `None` for everybody's.
     pub tenants: Option<BTreeSet<Tenant>>,
-    /// Those whose labels begin with one of these; all if there are none.
+    /// Those whose labels begin with the segments of one of these ([`super::label_begins`]); all if there are none.
     pub labels: Vec<String>,
 }
 
@@ -44,7 +46,7 @@ impl StorePolicy {
     /// Whether a prefix of this tenant with this label is stored.
     pub fn covers(&self, tenant: Tenant, label: &str) -> bool {
         self.tenants.as_ref().is_none_or(|all| all.contains(&tenant))
-            && (self.labels.is_empty() || self.labels.iter().any(|l| label.starts_with(l.as_str())))
+            && (self.labels.is_empty() || self.labels.iter().any(|l| super::label_begins(label, l)))
     }
 }
 
@@ -179,8 +181,10 @@ impl Broker {
         let pins: Vec<(Digest, Pin)> = pins.map(|(chain, pin)| (*chain, pin.clone())).collect();
         let mut chains = Vec::new();
         for (chain, pin) in pins {
-            // A pinned chain is whole in the index: pinning published what was missing of it.
-            let Some(source) = self.to_be_saved(&chain, &pin) else { continue };
+            let Some(source) = self.to_be_saved(&chain, &pin) else {
+                self.refuse_gap(&chain, &pin);
+                continue;
+            };
             for entry in &source.head.blocks {
                 self.set_pinned(&entry.name.0, SAVING, true);
             }
@@ -218,7 +222,26 @@ impl Broker {
         Ok((number, location))
     }
 
-    /// What is to be written of a pinned chain.
+    /// Says of a pinned chain that it is not saved because it is not whole.
+    fn refuse_gap(&mut self, chain: &Digest, pin: &Pin) {
+        let there = self.state.prefixes.chain(chain).len().min(pin.blocks as usize);
+        let path = self.path_of_chain(&Hex(*chain));
+        let what = match pin.blocks as usize - there {
+            0 => "a block of it cannot be read".into(),
+            last => format!("its block {last} of {} is gone (found damaged, or dropped)", pin.blocks),
+        };
+        let why = format!(
+            "{}: {what}, so it is not saved, and what was stored before stays; compute the prompt anew and pin it again, or \
+             let go of it: kvbctl unpin {}",
+            path.display(),
+            digits(chain)
+        );
+        let (uid, label, why) = (Some(pin.tenant.0), pin.label.clone(), Some(why));
+        let (blocks, tokens, outcome) = (pin.blocks, pin.tokens, StoreOutcome::Refused);
+        self.report(StoredReport { file: path, uid, label, blocks, tokens, bytes: 0, outcome, why });
+    }
+
+    /// What is to be written of a pinned chain; `None` if a block of it is missing.
     fn to_be_saved(&self, chain: &Digest, pin: &Pin) -> Option<Source> {
         let prefixes = &self.state.prefixes;
         let mut names = prefixes.chain(chain);
@@ -236,7 +259,7 @@ impl Broker {
             model: Hex(pin.model),
             root: Hex(prefix::root(pin.tenant, &pin.model, &profile)),
             before: prefixes.parent(first).map(Hex),
-            label: pin.label.chars().filter(|c| !c.is_control()).collect(),
+            label: plain(&pin.label),
             tokens: pin.tokens,
             block_bytes: profile.block_bytes(0),
             profile,
@@ -360,7 +383,8 @@ impl Broker {
         if !covered {
             return Err(format!(
                 "prefix.store does not name uid {} with the label {:?}; it stays in its file",
-                head.tenant, head.label
+                head.tenant,
+                plain(&head.label)
             ));
         }
         if self.frozen {
@@ -533,7 +557,8 @@ impl Broker {
             }
             parent = Some(name);
         }
-        let (tenant, model, label) = (*tenant, head.model.0, head.label.clone());
+        // A file of an earlier version may have one that could not come in over the socket today.
+        let (tenant, model, label) = (*tenant, head.model.0, plain(&head.label));
         let (blocks, tokens) = (head.blocks.len() as u32, head.tokens);
         let pin = Pin { tenant, pid: 0, label, blocks, tokens, model };
         self.set_pin(chain, Some(pin));
@@ -557,7 +582,11 @@ impl Broker {
     }
 
     fn path_of(&self, head: &Head) -> PathBuf {
-        let name = format!("{}{}", head.chain(), crate::store::file::SUFFIX);
+        self.path_of_chain(&head.chain())
+    }
+
+    fn path_of_chain(&self, chain: &Hex) -> PathBuf {
+        let name = format!("{chain}{}", crate::store::file::SUFFIX);
         self.store.as_ref().map_or_else(PathBuf::new, |s| s.policy.location.path.join(name))
     }
 
@@ -569,6 +598,9 @@ impl Broker {
     }
 
     fn report(&mut self, line: StoredReport) {
+        // Names of files are shown, and whoever can put a file there has chosen its name.
+        let file = line.file.to_str().map_or_else(|| line.file.clone(), |path| plain(path).into());
+        let line = StoredReport { file, why: line.why.map(|why| plain(&why)), ..line };
         match &line.why {
             Some(why) => log::warn!("a stored prefix: {why}"),
             None => log::info!("{}: {:?}", line.file.display(), line.outcome),
@@ -631,7 +663,7 @@ fn reported(file: PathBuf, head: Option<&Head>, outcome: StoreOutcome) -> Stored
     StoredReport {
         file,
         uid: head.map(|h| h.tenant),
-        label: head.map_or_else(String::new, |h| h.label.clone()),
+        label: head.map_or_else(String::new, |h| plain(&h.label)),
         blocks: head.map_or(0, |h| h.blocks.len() as u32),
         tokens: head.map_or(0, |h| h.tokens),
         bytes: head.map_or(0, Head::data_bytes),
@@ -663,7 +695,7 @@ mod tests {
         fn new(path: &std::path::Path) -> Self {
             let heap = Arc::new(Memfd::new(false));
             let mut broker = Broker::new(heap, 128 << 10, 4, 4, Policy::default()).unwrap();
-            let location = Location { path: path.into(), limit: 1 << 20 };
+            let location = Location { path: path.into(), limit: 1 << 20, part: 1 << 20 };
             broker.set_store(StorePolicy { location, tenants: None, labels: Vec::new() });
             let client = broker.connect(Peer { uid: 1000, pid: 1 }).unwrap();
             let now = Instant::now();
@@ -744,5 +776,31 @@ mod tests {
         }
         assert!(w.answer().is_some());
         assert_eq!(w.broker.next_wake(), None);
+    }
+
+    #[test]
+    fn a_pinned_chain_with_a_block_that_is_gone_is_named_by_a_save_and_not_passed_over() {
+        let nowhere = tempfile::tempdir().unwrap();
+        let mut w = World::new(&nowhere.path().join("prefixes"));
+        let (tenant, pid, label) = (Tenant(1000), 1, "t/system".into());
+        let pin = Pin { tenant, pid, label, blocks: 3, tokens: 48, model: [0; 32] };
+        w.broker.set_pin([9; 32], Some(pin));
+        let number = w.broker.save_prefixes().unwrap();
+        for job in w.broker.jobs() {
+            let done = job.run(&Memfd::new(false));
+            w.broker.done(done);
+        }
+        let report = w.broker.stored(number).unwrap();
+        assert_eq!(report.prefixes.len(), 1, "{report:?}");
+        let line = &report.prefixes[0];
+        assert_eq!(
+            (line.outcome, line.uid, line.label.as_str()),
+            (StoreOutcome::Refused, Some(1000), "t/system")
+        );
+        let why = line.why.as_ref().unwrap();
+        let file = format!("{}.kvprefix", "09".repeat(32));
+        for words in [&file, "its block 3 of 3 is gone", "kvbctl unpin 0909090909090909"] {
+            assert!(why.contains(words), "{why}");
+        }
     }
 }

@@ -72,14 +72,14 @@ impl Broker {
     }
 
     /// Blocks that the tables and windows of one tenant name now, one counted as often as it is named.
-    pub(super) fn named(&self, tenant: Tenant) -> u64 {
+    pub(super) fn blocks_named(&self, tenant: Tenant) -> u64 {
         self.tables.of(tenant) + self.blocks_under_windows(tenant)
     }
 
     /// Refuses `more` names of blocks for `tenant` if its tables and windows would have too many. `way_out` is what the
     /// client could do beside closing sessions.
     pub(super) fn may_name(&self, tenant: Tenant, more: usize, way_out: &str) -> Result<(), Refused> {
-        let (named, most) = (self.named(tenant), self.most_named());
+        let (named, most) = (self.blocks_named(tenant), self.most_named());
         let needed = named.saturating_add(more as u64);
         if more == 0 || needed <= most {
             return Ok(());

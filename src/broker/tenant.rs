@@ -15,6 +15,7 @@ use serde::{Deserialize, Serialize};
 
 use super::Broker;
 use crate::id::Tenant;
+use crate::size::Size;
 
 /// The priority of a tenant of which nothing is said.
 pub const USUAL_PRIORITY: u8 = 100;
@@ -206,6 +207,14 @@ impl Broker {
         if let Some(reserve) = change.reserve {
             new.reserve = whole(reserve.div_ceil(bytes));
         }
+        // A limit of 0 says that nothing is to be owned; 1 byte says something else, and would come to the same.
+        if let Some(limit) = change.limit.flatten().filter(|limit| (1..bytes).contains(limit)) {
+            let [limit, each] = [limit, bytes].map(Size::from_bytes);
+            return refused(format!(
+                "uid {}: a limit of {limit} is less than one extent of {each}: a tenant owns whole extents, and could own none",
+                tenant.0
+            ));
+        }
         if let Some(limit) = change.limit {
             new.limit = limit.map(|limit| whole(limit / bytes));
         }
@@ -278,7 +287,7 @@ impl Broker {
             pinned_limit: Some(policy.pinned).filter(|p| *p != u64::MAX),
             connections: connections.count() as u32,
             sessions: state.sessions.values().filter(|s| s.tenant == tenant).count() as u32,
-            table_blocks: self.named(tenant),
+            table_blocks: self.blocks_named(tenant),
             table_blocks_limit: self.most_named(),
         }
     }

@@ -9,7 +9,7 @@ use std::collections::BTreeMap;
 use serde::{Deserialize, Serialize};
 
 use super::prefix::chains::digits;
-use super::{Broker, CommonReport, LedgerReport};
+use super::{Broker, CommonDonorReport, CommonReport, LedgerReport};
 use crate::id::Tenant;
 use crate::pool::Account;
 
@@ -109,6 +109,9 @@ pub struct PrefixesReport {
     /// Blocks of copies that look-ups have found; `hits` counts them too.
     #[serde(default)]
     pub common_hits: u64,
+    /// What each tenant whose prompts are common has of that.
+    #[serde(default)]
+    pub common_donors: Vec<CommonDonorReport>,
 }
 
 impl Broker {
@@ -168,6 +171,7 @@ impl Broker {
             common_bytes: self.common_bytes().0,
             common_limit_bytes: self.common_bytes().1,
             common_hits: self.common_hits(),
+            common_donors: self.common_donors(),
         }
     }
 

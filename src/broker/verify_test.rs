@@ -296,7 +296,7 @@ fn a_tenant_names_no_more_blocks_than_its_bound_and_is_told_what_helps() {
     }
     // Nothing has changed, and what it has goes on: what it writes is its own, and comes from the pool.
     broker.with(|b| {
-        assert_eq!((b.state.sessions.len(), b.named(crate::id::Tenant(7))), (3, 300));
+        assert_eq!((b.state.sessions.len(), b.blocks_named(crate::id::Tenant(7))), (3, 300));
         b.verify().unwrap();
     });
     sessions[0].ensure(404).unwrap();

@@ -7,7 +7,7 @@
 use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs::File;
-use std::os::fd::{AsRawFd, BorrowedFd, OwnedFd, RawFd};
+use std::os::fd::{AsFd, AsRawFd, BorrowedFd, OwnedFd, RawFd};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
@@ -158,7 +158,7 @@ impl World {
         for output in self.broker.outputs() {
             let (header, body) = wire::split(&output.message).unwrap();
             if (output.to, header.sequence.get()) == (client, sequence) {
-                let descriptor = output.descriptors.first().map(|d| d.as_raw_fd());
+                let descriptor = output.descriptors.first().map(|d| d.open().unwrap().as_fd().as_raw_fd());
                 return match Fault::from_code(header.fault.get()) {
                     Some(fault) => Err(fault),
                     None => Ok(Answered { body: body.to_vec(), descriptor }),

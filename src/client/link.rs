@@ -112,7 +112,7 @@ impl Inside {
             }
             for output in self.broker.outputs() {
                 let copy = |b: &Arc<crate::heap::Buffer>| b.fd().map(|fd| fd.try_clone_to_owned());
-                let others = output.descriptors.iter().map(|fd| fd.try_clone());
+                let others = output.descriptors.iter().map(|d| d.open()?.as_fd().try_clone_to_owned());
                 let fds: Result<Vec<_>, _> = output.buffers.iter().filter_map(copy).chain(others).collect();
                 match fds
                     .map_err(|e| Error::Protocol(e.to_string()))

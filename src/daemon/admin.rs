@@ -167,7 +167,7 @@ impl Operator {
         let bytes = bytes.parse().map_err(|_| wrong())?;
         let peer = getsockopt(&self.stream, sockopt::PeerCredentials).map_err(|e| e.to_string())?;
         // It is shown on terminals.
-        let command = command.chars().filter(|c| !c.is_control()).collect();
+        let command = crate::quote::plain(command);
         let borrower = Borrower { uid: peer.uid(), pid: peer.pid(), command };
         broker.hold(bytes, borrower).map_err(|e| e.to_string())
     }

@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::config::{BackendChoice, Config, ConfigError, DeviceAccess, Origins};
-use crate::heap::{Backend, DmaHeap, UDMABUF_DEVICE};
+use crate::heap::{Backend, DmaHeap, Sealed, UDMABUF_DEVICE};
 use crate::id::Tenant;
 use crate::map::page_bytes;
 use crate::packing::{CMA_ALIGNMENT_ORDERS, Extents, PackingError, Placement, block_sizes};
@@ -109,6 +109,7 @@ pub(super) fn consistent(config: &Config) -> Result<Extents, ConfigError> {
             let why = format!("copies are counted in whole extents, and one is {each}");
             return Err(origins.wrong("prefix.common-limit", value, why));
         }
+        common_parts(config, origins, &extents)?;
     }
     for (tenant, limit) in config.tenant_limits() {
         if limit.bytes() < extents.bytes {
@@ -154,6 +155,40 @@ fn reserves(config: &Config, origins: &Origins, extents: &Extents) -> Result<(),
     Ok(())
 }
 
+/// Refuses parts of `prefix.common-limit` in which a donor could have no copy, or that are more than all of it.
+fn common_parts(config: &Config, origins: &Origins, extents: &Extents) -> Result<(), ConfigError> {
+    let policy = config.policy(extents.bytes, extents.one_block);
+    let (all, each) =
+        (Size::from_bytes(policy.common_bytes).exact(), Size::from_bytes(extents.bytes).exact());
+    let named: u64 = policy.common_limits.values().fold(0, |sum, bytes| sum.saturating_add(*bytes));
+    if named > policy.common_bytes {
+        let value = format!("limits of {} together", Size::from_bytes(named).exact());
+        let why = format!("that is more than the {all} of prefix.common-limit");
+        return Err(origins.wrong("prefix.common", value, why));
+    }
+    let places = u32::try_from(policy.common_bytes / extents.bytes).unwrap_or(u32::MAX);
+    let parts = crate::broker::common_parts(&policy.common, &policy.common_limits, places, extents.bytes);
+    match parts.into_iter().find(|(_, part)| *part == 0) {
+        Some((donor, _)) => {
+            let why = format!(
+                "its part of prefix.common-limit, {all}, is less than one extent of {each}: with a limit in one of its \
+                 rules it gets that, without one an equal part of what the limits of the others leave"
+            );
+            Err(origins.wrong("prefix.common", format!("uid {}", donor.0), why))
+        }
+        None => Ok(()),
+    }
+}
+
+/// Why prompts cannot be common here, if the kernel does not tell who has a copy open.
+pub(super) fn cannot_prove_copies(config: &Config) -> Option<String> {
+    if !config.shares_prompts() {
+        return None;
+    }
+    let why = Sealed::probe().err()?;
+    Some(format!("nothing would tell when the memory of a copy is free again: {why}"))
+}
+
 /// Refuses what this machine cannot give: memory, groups, directories, heaps.
 pub(super) fn possible_here(config: &Config) -> Result<Outlook, ConfigError> {
     let origins = &config.origins;
@@ -187,6 +222,9 @@ pub(super) fn possible_here(config: &Config) -> Result<Outlook, ConfigError> {
                 return Err(origins.wrong(key, path.display(), why.into()));
             }
         }
+    }
+    if let Some(why) = cannot_prove_copies(config) {
+        return Err(origins.wrong("prefix.common", "rules", why));
     }
     if let Some(memory) = memory_bytes().filter(|m| *m < config.pool_bytes) {
         let why = format!("this machine has {} of memory; make pool.size smaller", Size::from_bytes(memory));

@@ -3,7 +3,7 @@
 //! Owns no state. Invariant: a configuration that exists is complete and consistent in itself; an unknown key, a wrong
 //! type or a size without unit is an error that names the file and the key, never a default in disguise.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use serde::Deserialize;
@@ -231,6 +231,8 @@ struct CommonTable {
     uid: u32,
     label: String,
     tenants: Vec<u32>,
+    /// Of all copies of this uid's prompts, in whichever of its rules it stands.
+    limit: Option<Size>,
 }
 
 #[derive(Debug, Default, Deserialize)]
@@ -240,6 +242,7 @@ struct StoreTable {
     tenants: Option<Vec<u32>>,
     labels: Vec<String>,
     limit: Option<Size>,
+    tenant_limit: Option<Size>,
 }
 
 #[derive(Debug, Deserialize)]
@@ -622,9 +625,10 @@ impl Config {
             let why = "nobody is quick enough for that: give a connection some milliseconds to say hello";
             return Err(origins.wrong("limits.hello-ms", 0, why.into()));
         }
-        let (common, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
+        let (common, common_limits, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
         let limits = Policy {
             common,
+            common_limits,
             common_bytes,
             connections: file.limits.connections,
             connections_per_tenant: file.limits.connections_per_tenant,
@@ -704,9 +708,11 @@ impl Config {
 }
 
 /// Whose prompts are common to whom, and the bytes that copies may have.
-fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<(Vec<CommonRule>, u64), ConfigError> {
+type Common = (Vec<CommonRule>, BTreeMap<Tenant, u64>, u64);
+
+fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<Common, ConfigError> {
     let wrong = |value: String, why: &str| Err(origins.wrong("prefix.common", value, why.into()));
-    let mut rules = Vec::new();
+    let (mut rules, mut limits) = (Vec::new(), BTreeMap::new());
     for c in &t.common {
         let value = format!("uid {}, label {:?}", c.uid, c.label);
         if c.label.is_empty() {
@@ -720,20 +726,29 @@ fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<(Vec<CommonRu
         }
         let readers = c.tenants.iter().copied().map(Tenant).collect();
         rules.push(CommonRule { donor: Tenant(c.uid), label: c.label.clone(), readers });
+        let Some(limit) = c.limit else { continue };
+        if limits.insert(Tenant(c.uid), limit.bytes()).is_some_and(|other| other != limit.bytes()) {
+            let value = format!("uid {}, limit {}", c.uid, limit.exact());
+            return wrong(
+                value,
+                "another rule of this uid has another limit, and it is of all its copies together",
+            );
+        }
     }
     match (t.common_limit, rules.is_empty()) {
         (Some(limit), true) => {
             let why = "there is no [[prefix.common]] that it could limit".into();
             Err(origins.wrong("prefix.common-limit", limit.exact(), why))
         }
-        (_, true) => Ok((rules, 0)),
-        (limit, false) => Ok((rules, limit.map_or(pool / 4, Size::bytes))),
+        (_, true) => Ok((rules, limits, 0)),
+        (limit, false) => Ok((rules, limits, limit.map_or(pool / 4, Size::bytes))),
     }
 }
 
 fn store(t: StoreTable, pool: u64, origins: &Origins) -> Result<Option<StorePolicy>, ConfigError> {
     let Some(path) = t.directory else {
-        let given = t.tenants.is_some() || !t.labels.is_empty() || t.limit.is_some();
+        let limits = t.limit.or(t.tenant_limit).is_some();
+        let given = t.tenants.is_some() || !t.labels.is_empty() || limits;
         let why = "say which with directory = \"/var/lib/kvbroker/prefixes\"".into();
         return if given { Err(origins.wrong("prefix.store", "no directory", why)) } else { Ok(None) };
     };
@@ -741,9 +756,27 @@ fn store(t: StoreTable, pool: u64, origins: &Origins) -> Result<Option<StorePoli
         let why = "write the directory from the root on".into();
         return Err(origins.wrong("prefix.store", path.display(), why));
     }
-    let limit = t.limit.map_or(pool / 4, Size::bytes);
-    let tenants = t.tenants.map(|all| all.into_iter().map(Tenant).collect());
-    Ok(Some(StorePolicy { location: Location { path, limit }, tenants, labels: t.labels }))
+    if t.labels.iter().any(String::is_empty) {
+        let why = "an empty label names no prefix: leave labels out to store all".into();
+        return Err(origins.wrong("prefix.store", "labels", why));
+    }
+    let limit = t.limit.map_or(pool / 2, Size::bytes);
+    let tenants: Option<BTreeSet<Tenant>> = t.tenants.map(|all| all.into_iter().map(Tenant).collect());
+    // Without names nobody knows how many there will be: then no single one can fill it.
+    let among = tenants.as_ref().map_or(2, |all| all.len().max(1) as u64);
+    let part = t.tenant_limit.map_or(limit / among, Size::bytes);
+    let all = if tenants.is_some() { part.saturating_mul(among) } else { part };
+    if all > limit {
+        let (value, limit) = (Size::from_bytes(part).exact(), Size::from_bytes(limit).exact());
+        let why = match tenants {
+            Some(_) => {
+                format!("{among} tenants with that much have more than the {limit} of prefix.store.limit")
+            }
+            None => format!("that is more than the {limit} of prefix.store.limit, of all tenants together"),
+        };
+        return Err(origins.wrong("prefix.store.tenant-limit", value, why));
+    }
+    Ok(Some(StorePolicy { location: Location { path, limit, part }, tenants, labels: t.labels }))
 }
 
 fn profile(t: &ProfileTable, origins: &Origins) -> Result<Profile, ConfigError> {
@@ -957,6 +990,7 @@ mod tests {
             "tenants",
             "labels",
             "common-limit",
+            "tenant-limit",
             "label",
             "model",
             "name",

@@ -11,7 +11,7 @@ use std::time::Instant;
 
 use nix::sys::epoll::EpollFlags;
 
-use crate::broker::Output;
+use crate::broker::{Descriptor, Output};
 use crate::seqpacket::SeqPacket;
 
 /// Events that a client may leave unread before it is dropped.
@@ -93,14 +93,26 @@ impl Connection {
     /// Sends what can be sent, and no message with more than `room` descriptors.
     pub fn flush(&mut self, room: usize) -> Flushed {
         while let Some(output) = self.queue.front() {
-            let fds: Vec<BorrowedFd<'_>> = output.buffers.iter().filter_map(|b| b.fd()).collect();
-            let fds: Vec<_> = fds.into_iter().chain(output.descriptors.iter().map(|d| d.as_fd())).collect();
-            if !fds.is_empty() && has_unread(&self.socket) {
+            let descriptors = output.buffers.len() + output.descriptors.len();
+            if descriptors > 0 && has_unread(&self.socket) {
                 return Flushed::Unread;
             }
-            if fds.len() > room {
+            if descriptors > room {
                 return Flushed::Crowded;
             }
+            let opened: io::Result<Vec<_>> = output.descriptors.iter().map(Descriptor::open).collect();
+            let opened = match opened {
+                Ok(opened) => opened,
+                Err(e) if matches!(e.raw_os_error(), Some(libc::EMFILE | libc::ENFILE | libc::ENOMEM)) => {
+                    return Flushed::Crowded;
+                }
+                Err(e) => {
+                    log::error!("a read-only copy could not be opened for uid {}: {e}", self.uid);
+                    return Flushed::End;
+                }
+            };
+            let fds = output.buffers.iter().filter_map(|b| b.fd());
+            let fds: Vec<BorrowedFd<'_>> = fds.chain(opened.iter().map(AsFd::as_fd)).collect();
             match self.socket.send(&output.message, &fds) {
                 Ok(()) if output.last => return Flushed::End,
                 Ok(()) => {

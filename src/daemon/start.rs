@@ -50,6 +50,8 @@ pub enum StartError {
     NoConnections { open: u64, descriptors: u64 },
     #[error("a pool of {pool} is more than the {memory} of this machine; make pool.size smaller")]
     LargerThanMemory { pool: Size, memory: Size },
+    #[error("prompts cannot be common to several tenants (prefix.common): {0}")]
+    NoProof(String),
     #[error(transparent)]
     Io(#[from] io::Error),
 }
@@ -153,6 +155,9 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let signals = SignalFd::with_flags(&stop, flags).map_err(io::Error::from)?;
     raise_open_files();
 
+    if let Some(why) = check::cannot_prove_copies(config) {
+        return Err(StartError::NoProof(why));
+    }
     // Sockets first: a second daemon is told so before it takes memory.
     let (clients, admin) = listeners(config)?;
     if let Some(memory) = memory_bytes().filter(|m| *m < config.pool_bytes) {
@@ -173,7 +178,8 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let mut policy = config.policy(extents.bytes, extents.one_block);
     // A udmabuf comes with the memfd that it is made of.
     let descriptors = if heap.backend() == Backend::Udmabuf { 2 } else { 1 } * extents.count
-        + policy.common_bytes / extents.bytes;
+        // One of the broker's for each copy, and one for the reader that it is being sent to.
+        + 2 * (policy.common_bytes / extents.bytes);
     let most = connections_within_open_files(descriptors);
     if most == 0 {
         return Err(StartError::NoConnections { open: open_files(), descriptors });

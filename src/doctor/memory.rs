@@ -9,6 +9,9 @@ use crate::packing::{Extents, Placement, block_sizes, percent};
 use crate::size::Size;
 
 const HEAPS: &str = "/dev/dma_heap";
+/// The heap of the default CMA region (drivers/dma-buf/heaps/cma_heap.c, from 6.17 on; the older names are of kernels that
+/// make a heap of that region only).
+const DEFAULT_HEAP: &str = "default_cma_region";
 const REGION: &str = "/proc/device-tree/reserved-memory/kvbroker";
 /// Waste from here on is worth a warning: as `kvbctl plan` and `status` have it.
 const WASTE_PERCENT: f64 = 10.0;
@@ -146,7 +149,9 @@ fn heaps(board: &Board, found: &mut Findings) {
         };
     }
     found.ok(area, "names", names.join(", "));
-    let Some(chosen) = board.config.heap_below(&board.tree.real("/")) else {
+    let chosen = board.config.heap_below(&board.tree.real("/"));
+    overlay(board, found, &names, chosen.as_deref().filter(|_| wanted));
+    let Some(chosen) = chosen else {
         let said = "none of them is a CMA heap by its name";
         return match wanted {
             true => found.fail(area, "chosen", said, "name it: pool.heap in /etc/kvbroker/kvbroker.toml"),
@@ -183,6 +188,38 @@ fn heaps(board: &Board, found: &mut Findings) {
         None => {}
     }
     exposure(board, found, &said, node, rules);
+}
+
+/// Whether the heap that the package's overlay makes is the one that is used. A heap is named after the node of its region.
+fn overlay(board: &Board, found: &mut Findings, names: &[String], chosen: Option<&str>) {
+    let Some(own) = names.iter().find(|name| name.split('@').next() == Some(DAEMON)) else { return };
+    let path = format!("{HEAPS}/{own}");
+    let (area, item) = ("heaps", "overlay");
+    match chosen {
+        Some(chosen) if chosen == path => found.ok(area, item, format!("{path} is the pool's")),
+        // Where the overlay's node is the default region, two heaps are made of it.
+        Some(chosen)
+            if chosen == format!("{HEAPS}/{DEFAULT_HEAP}")
+                && board.tree.exists(&format!("{REGION}/linux,cma-default")) =>
+        {
+            found.ok(area, item, format!("{chosen}, the pool's, is of the same region as {path}"));
+        }
+        Some(chosen) => found.warn(
+            area,
+            item,
+            format!("{path}, the region of the broker's own, is there, and the pool comes from {chosen}"),
+            format!("pool.heap = \"{own}\" in /etc/kvbroker/kvbroker.toml"),
+        ),
+        None => found.warn(
+            area,
+            item,
+            format!("{path}, the region of the broker's own, is there, and the configured pool is none of a heap"),
+            format!(
+                "pool.device = \"contiguous\" and pool.heap = \"{own}\" in /etc/kvbroker/kvbroker.toml; or, where no device \
+                 reads the pool, take the overlay away: kvbroker-install-overlay --remove, and reboot"
+            ),
+        ),
+    }
 }
 
 /// Who else could empty the heap, past any limit of the broker.

@@ -163,6 +163,27 @@ fn a_heap_that_everybody_opens_and_a_client_in_the_daemons_group_are_named() {
 }
 
 #[test]
+fn the_overlays_heap_that_the_configuration_does_not_choose_is_a_warning_with_the_line_that_chooses_it() {
+    expect(&see("healthy"), "heaps.overlay", Level::Ok, "/dev/dma_heap/kvbroker is the pool's", "");
+    let of = |config: &str| changed("healthy", &[("etc/kvbroker/kvbroker.toml", config)]);
+    let report = of("[pool]\ndevice = \"contiguous\"\nheap = \"default_cma_region\"\n");
+    let said = "is there, and the pool comes from /dev/dma_heap/default_cma_region";
+    expect(&report, "heaps.overlay", Level::Warn, said, "pool.heap = \"kvbroker\"");
+    let report = of("[pool]\nbackend = \"memfd\"\n");
+    expect(&report, "heaps.overlay", Level::Warn, "is none of a heap", "pool.device = \"contiguous\"");
+    // There the overlay's region is the default one.
+    expect(
+        &see("rocket-6.18"),
+        "heaps.overlay",
+        Level::Ok,
+        "is of the same region as /dev/dma_heap/kvbroker",
+        "",
+    );
+    let report = see("laptop");
+    assert!(report.items.iter().all(|i| i.item != "overlay"), "there is none there: {report}");
+}
+
+#[test]
 fn limits_come_from_the_running_daemon_or_else_from_its_unit_and_drop_ins() {
     let drop_in = "etc/systemd/system/kvbrokerd.service.d/override.conf";
     let low = [(drop_in, "[Service]\nLimitNOFILE=1024\nLimitMEMLOCK=8M\n")];

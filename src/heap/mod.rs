@@ -30,7 +30,7 @@ pub use dma::DmaHeap;
 pub use holders::Held;
 pub use memfd::Memfd;
 pub use probe::Proof;
-pub use sealed::ReadOnlyCopy;
+pub use sealed::{ReadOnlyCopy, Sealed};
 #[cfg(feature = "daemon")]
 pub use udmabuf::{DEVICE as UDMABUF_DEVICE, Limits as UdmabufLimits, Udmabuf};
 

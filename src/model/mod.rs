@@ -331,7 +331,7 @@ fn fallback_name(path: &Path) -> String {
 
 /// A name from outside, fit for a terminal: at most 80 characters, none of them a control. `None` if nothing is left.
 fn printable(name: &str) -> Option<String> {
-    let kept: String = name.chars().filter(|c| !c.is_control()).take(80).collect();
+    let kept: String = name.chars().filter(|c| !crate::quote::is_tricky(*c)).take(80).collect();
     let kept = kept.trim();
     if kept.is_empty() { None } else { Some(kept.to_owned()) }
 }

@@ -17,6 +17,9 @@ pub use replay::replay;
 pub use shop_floor::{SHOP_FLOOR_BLOCK, shop_floor};
 pub use trace::{Request, TRACE_BLOCK, TraceError, read, write};
 
+/// The most blocks of a pool, and of a request. A simulated block takes some hundred bytes of real memory.
+pub const MOST_BLOCKS: u64 = 1 << 22;
+
 /// How much there is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Capacity {
@@ -75,6 +78,14 @@ pub enum OptionsError {
     Speed(String),
     #[error("hash id {0}: with blocks this small, ids up to {1} can be told apart")]
     HashId(u64, u64),
+    #[error(
+        "a pool of {0} blocks: at most {MOST_BLOCKS} can be simulated; make the pool smaller, or its blocks larger"
+    )]
+    Pool(u64),
+    #[error(
+        "request {request} of the trace has {blocks} blocks, more than the {MOST_BLOCKS} of any pool that can be simulated"
+    )]
+    Request { request: usize, blocks: u64 },
     #[error("a block of {0} bytes cannot be described: use at most 4 GiB in whole pages")]
     BlockBytes(u64),
 }

@@ -9,7 +9,7 @@ use std::cmp::Reverse;
 use std::collections::{BTreeMap, BinaryHeap, VecDeque};
 use std::sync::Arc;
 
-use super::{Capacity, Options, OptionsError, Outcome, Request};
+use super::{Capacity, MOST_BLOCKS, Options, OptionsError, Outcome, Request};
 use crate::broker::{Broker, Peer, Policy, TenantPolicy};
 use crate::heap::Imaginary;
 use crate::id::{BlockId, ClientId};
@@ -87,11 +87,20 @@ impl<'a> Replay<'a> {
             Capacity::Extents { extents, slots } => (extents, slots),
             Capacity::Unlimited => {
                 // All that could ever be there at once: every prompt's blocks and every answer's.
-                let of = |r: &Request| (r.input_length + r.output_length) / u64::from(o.tokens_per_block) + 1;
-                let all: u64 = trace.iter().map(of).sum();
+                let tokens = |r: &Request| r.input_length.saturating_add(r.output_length);
+                let of = |r: &Request| tokens(r) / u64::from(o.tokens_per_block) + 1;
+                let all = trace.iter().map(of).fold(0, u64::saturating_add);
                 (u32::try_from(all).unwrap_or(u32::MAX), 1)
             }
         };
+        let all = u64::from(extents) * u64::from(slots);
+        if all > MOST_BLOCKS {
+            return Err(OptionsError::Pool(all));
+        }
+        let blocks = |r: &Request| r.input_length / u64::from(o.tokens_per_block);
+        if let Some((at, r)) = trace.iter().enumerate().find(|(_, r)| blocks(r) > MOST_BLOCKS) {
+            return Err(OptionsError::Request { request: at + 1, blocks: blocks(r) });
+        }
         if extents == 0 || slots == 0 {
             return Err(OptionsError::NoPool("give it at least one block"));
         }
@@ -221,7 +230,7 @@ impl<'a> Replay<'a> {
 
     fn run(mut self, trace: &[Request]) -> Result<Outcome, OptionsError> {
         for (number, r) in trace.iter().enumerate() {
-            self.until(r.timestamp * 1000);
+            self.until(r.timestamp.saturating_mul(1000));
             let client = self.clients[number % self.clients.len()];
             let full = (r.input_length / u64::from(self.options.tokens_per_block)) as usize;
             let ids = self.names(r, full);
@@ -276,7 +285,7 @@ impl<'a> Replay<'a> {
             session,
             blocks: ids.len() as u64,
             tokens: r.input_length,
-            end: r.input_length + r.output_length,
+            end: r.input_length.saturating_add(r.output_length),
             news: None,
             tail: 0,
         };

@@ -7,7 +7,7 @@
 //! each block of 512 tokens of the prompt; equal ids mean equal tokens after equal tokens.
 //! (FAST'25 release of the Mooncake traces; other fields are ignored.)
 
-use std::io::{self, BufRead, Write};
+use std::io::{self, BufRead, Read, Write};
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
@@ -16,6 +16,13 @@ use crate::quote::shown;
 
 /// Tokens that one id of a published trace stands for.
 pub const TRACE_BLOCK: u32 = 512;
+
+/// The longest line that is read, in bytes: a request of fifty million tokens.
+const MOST_LINE: u64 = 1 << 20;
+/// The most tokens of a prompt, and of an answer: a thousand times what models take in.
+const MOST_TOKENS: u64 = 1 << 30;
+/// The latest time, in milliseconds: 35,000 years. What is computed of it in microseconds has 64 bits.
+const MOST_TIME: u64 = 1 << 50;
 
 /// One request.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
@@ -42,19 +49,41 @@ pub enum TraceError {
     Ids { line: u64, ids: usize, tokens: u64, needed: u64, block: u32 },
     #[error("line {line}: the time goes back from {before} to {after} ms")]
     Time { line: u64, before: u64, after: u64 },
+    #[error("line {line} has more than the {MOST_LINE} bytes that a request may have")]
+    Long { line: u64 },
+    #[error("line {line}: {what} = {value}: a request has at most {most}")]
+    Large { line: u64, what: &'static str, value: u64, most: u64 },
     #[error("the trace is empty")]
     Empty,
 }
 
-/// Reads a trace whose ids stand for `block` tokens each.
-pub fn read(from: impl BufRead, block: u32) -> Result<Vec<Request>, TraceError> {
+/// Reads a trace whose ids stand for `block` tokens each. Takes no more memory than the file has bytes, times a small
+/// number, and for a line never more than for the longest one.
+pub fn read(mut from: impl BufRead, block: u32) -> Result<Vec<Request>, TraceError> {
     let mut requests: Vec<Request> = Vec::new();
-    for (line, text) in (1..).zip(from.lines()) {
-        let text = text.map_err(|source| TraceError::Read { line, source })?;
-        if text.trim().is_empty() {
+    let mut text = Vec::new();
+    for line in 1.. {
+        text.clear();
+        let read = from.by_ref().take(MOST_LINE + 1).read_until(b'\n', &mut text);
+        if read.map_err(|source| TraceError::Read { line, source })? == 0 {
+            break;
+        }
+        if text.len() as u64 > MOST_LINE {
+            return Err(TraceError::Long { line });
+        }
+        if text.trim_ascii().is_empty() {
             continue;
         }
-        let r: Request = serde_json::from_str(&text).map_err(|source| TraceError::Json { line, source })?;
+        let r: Request = serde_json::from_slice(&text).map_err(|source| TraceError::Json { line, source })?;
+        for (what, value, most) in [
+            ("timestamp", r.timestamp, MOST_TIME),
+            ("input_length", r.input_length, MOST_TOKENS),
+            ("output_length", r.output_length, MOST_TOKENS),
+        ] {
+            if value > most {
+                return Err(TraceError::Large { line, what, value, most });
+            }
+        }
         let (ids, tokens, needed) = (r.hash_ids.len(), r.input_length, r.input_length.div_ceil(block.into()));
         if (ids as u64) < r.input_length / u64::from(block) || ids as u64 > needed {
             return Err(TraceError::Ids { line, ids, tokens, needed, block });
@@ -111,11 +140,40 @@ mod tests {
         let back = good.replace("\"timestamp\": 5", "\"timestamp\": 4");
         assert_eq!(says(format!("{good}\n\n{back}")), "line 3: the time goes back from 5 to 4 ms");
         assert_eq!(says(String::new()), "the trace is empty");
+        for (field, absurd) in [
+            ("\"timestamp\": 5", "\"timestamp\": 18446744073709551615"),
+            ("600", "18446744073709551615"),
+            ("\"output_length\": 1", "\"output_length\": 1099511627776"),
+        ] {
+            let said = says(format!("{good}\n{}", good.replace(field, absurd)));
+            assert!(said.starts_with("line 2: ") && said.contains("a request has at most"), "{said}");
+        }
         assert!(says(good.replace("600", "-1")).starts_with("line 1 is no request"));
         assert_eq!(
             lines(&good.replace("[1, 2]", "[1]")).unwrap()[0].hash_ids,
             [1],
             "a partial block needs no id"
         );
+    }
+
+    /// A file that never ends, and says how much of it was read.
+    struct Endless(u64);
+
+    impl Read for Endless {
+        fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+            out.fill(b' ');
+            self.0 += out.len() as u64;
+            Ok(out.len())
+        }
+    }
+
+    #[test]
+    fn a_line_without_end_is_refused_by_its_number_before_it_is_read() {
+        let mut file = Endless(0);
+        let good = r#"{"timestamp": 5, "input_length": 600, "output_length": 1, "hash_ids": [1, 2]}"#;
+        let first = format!("{good}\n");
+        let said = read(io::BufReader::new(first.as_bytes().chain(&mut file)), TRACE_BLOCK).unwrap_err();
+        assert_eq!(said.to_string(), "line 2 has more than the 1048576 bytes that a request may have");
+        assert!(file.0 < 2 * MOST_LINE, "{} bytes were read", file.0);
     }
 }

@@ -4,6 +4,8 @@
 //! else may touch are read or written, and no symbolic link is followed; a file is replaced by one that is whole and on the
 //! disk, or stays as it was; nothing is handed out of a file as verified before its checksum has been compared.
 
+use std::cell::RefCell;
+use std::collections::BTreeMap;
 use std::fs::File;
 use std::io;
 use std::os::fd::OwnedFd;
@@ -60,6 +62,10 @@ pub enum StoreError {
         "{path}: it would need {bytes}, and {used} of the {limit} of prefix.store.limit are in use; what was stored before stays"
     )]
     OverLimit { path: PathBuf, bytes: Size, used: Size, limit: Size },
+    #[error(
+        "{path}: it would need {bytes}, and the files of uid {uid} have {used} of the {part} that are a tenant's part of prefix.store.limit (prefix.store.tenant-limit); what was stored before stays"
+    )]
+    OverPart { path: PathBuf, uid: u32, bytes: Size, used: Size, part: Size },
     #[error("{path}: no space is left for {bytes} on its file system; what was stored before stays")]
     NoSpace { path: PathBuf, bytes: Size },
     #[error("{path}: {call}: {source}")]
@@ -72,6 +78,11 @@ pub struct Directory {
     path: PathBuf,
     fd: OwnedFd,
     limit: u64,
+    /// The bound of each tenant's files together.
+    part: u64,
+    /// Whose each file is, as far as that has been looked up; `None` for what is no prefix. It never changes: a chain's
+    /// name is made of its tenant.
+    owners: RefCell<BTreeMap<String, Option<u32>>>,
     way: Way,
 }
 
@@ -100,7 +111,13 @@ impl Directory {
         let meta =
             file.metadata().map_err(|source| StoreError::Call { path: path.into(), call: "stat", source })?;
         strict(path, &meta, 0o700)?;
-        Ok(Directory { path: path.into(), fd: file.into(), limit, way: Way::Ring })
+        let owners = RefCell::default();
+        Ok(Directory { path: path.into(), fd: file.into(), limit, part: limit, owners, way: Way::Ring })
+    }
+
+    /// The same with a bound for the files of each tenant.
+    pub fn with_part(self, part: u64) -> Self {
+        Directory { part, ..self }
     }
 
     /// The path of a chain's file.
@@ -222,7 +239,11 @@ impl Directory {
         let start = head.to_bytes().len() as u64;
         let bytes = start.saturating_add(head.data_bytes());
         self.remove_unfinished()?;
-        let used = self.used_without(&name)?;
+        let (used, own) = self.used_without(&name, head.tenant)?;
+        if own.saturating_add(bytes) > self.part {
+            let [bytes, used, part] = [bytes, own, self.part].map(Size::from_bytes);
+            return Err(StoreError::OverPart { path, uid: head.tenant, bytes, used, part });
+        }
         if used.saturating_add(bytes) > self.limit {
             let [bytes, used, limit] = [bytes, used, self.limit].map(Size::from_bytes);
             return Err(StoreError::OverLimit { path, bytes, used, limit });
@@ -270,7 +291,10 @@ impl Directory {
         if written.is_err() {
             let _ = unlinkat(&self.fd, temporary.as_str(), UnlinkatFlags::NoRemoveDir);
         }
-        written.map(|()| bytes)
+        written.map(|()| {
+            self.owners.borrow_mut().insert(name, Some(head.tenant));
+            bytes
+        })
     }
 
     /// Removes the file of a chain. `false` if there is none.
@@ -297,18 +321,34 @@ impl Directory {
         Ok(())
     }
 
-    /// Bytes of all stored prefixes but this one. What else lies there is not the store's.
-    fn used_without(&self, but: &str) -> Result<u64, StoreError> {
-        let mut sum = 0u64;
+    /// Bytes of all stored prefixes but this one, and of those of one tenant. What else lies there is not the store's.
+    fn used_without(&self, but: &str, tenant: u32) -> Result<(u64, u64), StoreError> {
+        let (mut sum, mut own) = (0u64, 0u64);
         for name in self.names()?.iter().filter(|n| n.ends_with(SUFFIX) && *n != but) {
             let path = || self.path.join(name);
             match fstatat(&self.fd, name.as_str(), AtFlags::AT_SYMLINK_NOFOLLOW) {
-                Ok(meta) => sum = sum.saturating_add(meta.st_size as u64),
+                Ok(meta) => {
+                    let bytes = meta.st_size as u64;
+                    sum = sum.saturating_add(bytes);
+                    if self.owner_of(name) == Some(tenant) {
+                        own = own.saturating_add(bytes);
+                    }
+                }
                 Err(Errno::ENOENT) => {}
                 Err(e) => return Err(StoreError::Call { path: path(), call: "stat", source: e.into() }),
             }
         }
-        Ok(sum)
+        Ok((sum, own))
+    }
+
+    /// Whose a file is, by its head. What cannot be read is nobody's, and counts in the sum of all.
+    fn owner_of(&self, name: &str) -> Option<u32> {
+        if let Some(known) = self.owners.borrow().get(name) {
+            return *known;
+        }
+        let owner = self.open_file(name).ok().map(|(_, head, _)| head.tenant);
+        self.owners.borrow_mut().insert(name.into(), owner);
+        owner
     }
 }
 
@@ -407,6 +447,38 @@ mod tests {
         assert!(listed(&directory).unwrap_err().contains("longer than it says"));
         std::fs::write(&path, vec![0; LIMIT as usize + 1]).unwrap();
         assert!(listed(&directory).unwrap_err().contains("prefix.store.limit"));
+    }
+
+    #[test]
+    fn one_tenants_files_leave_the_others_their_parts_of_the_bound() {
+        let parent = tempfile::tempdir().unwrap();
+        let path = parent.path().join("prefixes");
+        let one = head(3).to_bytes().len() as u64 + head(3).data_bytes();
+        let open = || Directory::open(&path, 4 * one, true).unwrap().with_part(2 * one);
+        // Chains of other names, as other prompts have them.
+        let of = |tenant: u32, n: u8| {
+            let mut head = Head { tenant, ..head(3) };
+            head.blocks[2].name = Hex([n; 32]);
+            head
+        };
+        let directory = open();
+        for n in 1..=2 {
+            directory.write(of(1, n), fill).unwrap();
+        }
+        // Whose the files are is known by this run, and found out by the next one.
+        for directory in [directory, open()] {
+            let said = directory.write(of(1, 3), fill).unwrap_err().to_string();
+            assert!(said.contains("the files of uid 1 have") && said.contains("tenant-limit"), "{said}");
+            // One that is there already is replaced.
+            directory.write(of(1, 2), fill).unwrap();
+        }
+        let directory = open();
+        for n in 4..=5 {
+            directory.write(of(2, n), fill).unwrap();
+        }
+        assert!(matches!(directory.write(of(3, 6), fill), Err(StoreError::OverLimit { .. })));
+        directory.remove(&Hex([1; 32])).unwrap();
+        directory.write(of(1, 3), fill).unwrap();
     }
 
     #[test]

@@ -29,11 +29,13 @@ pub struct Location {
     pub path: PathBuf,
     /// The bound.
     pub limit: u64,
+    /// The bytes that the files of any one tenant may have.
+    pub part: u64,
 }
 
 impl Location {
     fn open(&self, make: bool) -> Result<Directory, StoreError> {
-        Directory::open(&self.path, self.limit, make)
+        Ok(Directory::open(&self.path, self.limit, make)?.with_part(self.part))
     }
 }
 
@@ -184,7 +186,7 @@ mod tests {
     #[test]
     fn a_block_that_is_not_what_was_sealed_is_saved_nowhere_and_is_named() {
         let parent = tempfile::tempdir().unwrap();
-        let to = Location { path: parent.path().join("prefixes"), limit: 1 << 20 };
+        let to = Location { path: parent.path().join("prefixes"), limit: 1 << 20, part: 1 << 20 };
         let buffer = Arc::new(Memfd::new(false).allocate(1 << 20).unwrap());
         let head = head(2);
         let summed = head.block_bytes + 4096;

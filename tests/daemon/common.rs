@@ -10,9 +10,17 @@ const READER: u32 = 4002;
 const STRANGER: u32 = 4003;
 const TOKENS: usize = 3 * PER_BLOCK;
 
-/// The label of a helper's pin begins with the name of its program.
+/// The label of a helper's pin: the name of its program, which is this one.
+fn program() -> String {
+    std::env::current_exe().unwrap().file_name().unwrap().to_str().unwrap().into()
+}
+
 fn rule() -> String {
-    format!("[[prefix.common]]\nuid = {DONOR}\nlabel = \"daemon\"\ntenants = [{READER}]\n")
+    rule_of(DONOR)
+}
+
+fn rule_of(uid: u32) -> String {
+    format!("[[prefix.common]]\nuid = {uid}\nlabel = \"{}\"\ntenants = [{READER}]\n", program())
 }
 
 fn start() -> Daemon {
@@ -222,12 +230,176 @@ fn after_a_restart_a_stored_prompt_is_common_before_the_first_look_up_is_answere
 fn a_rule_that_cannot_be_kept_ends_the_start_with_code_2_and_words() {
     for (text, words) in [
         (format!("[pool]\nbackend = \"dma-heap\"\n{}", rule()), "cannot be handed out for reading only"),
-        (rule().replace("\"daemon\"", "\"\""), "name the prompts"),
+        (rule().replace(&program(), ""), "name the prompts"),
         (rule().replace(&READER.to_string(), &DONOR.to_string()), "beside the one who pins it"),
+        (
+            format!("{}limit = \"512K\"\n{}limit = \"256K\"\n", rule(), rule()),
+            "another rule of this uid has another limit",
+        ),
+        (format!("{CONFIG}{}limit = \"2M\"\n", rule()), "more than the 256K of prefix.common-limit"),
+        (
+            format!("{CONFIG}{}limit = \"256K\"\n{}", rule(), rule_of(STRANGER)),
+            "uid 4003: its part of prefix.common-limit",
+        ),
         ("[prefix]\ncommon-limit = \"1M\"\n".into(), "no [[prefix.common]]"),
         (format!("{}[prefix]\ncommon-limit = \"1M\"\n", rule()), "copies are counted in whole extents"),
     ] {
         let (code, log) = Place::new(&text).fails();
         assert_eq!((code, log.contains(words)), (Some(2), true), "{text}: {log}");
     }
+}
+
+fn state(daemon: &Daemon) -> String {
+    common(daemon).first().map_or("gone".into(), |c| c["state"].as_str().unwrap().into())
+}
+
+fn common_bytes(daemon: &Daemon) -> u64 {
+    daemon.admin("status")["common_bytes"].as_u64().unwrap()
+}
+
+#[test]
+fn a_copy_counts_until_nobody_has_it_open_whatever_its_reader_says() {
+    for what in ["keep", "keep-mapping"] {
+        let mut daemon = start();
+        let mut a = donor(&daemon, 5);
+        until("it is copied", || is_shared(&daemon));
+        let mut b = finds(&daemon, READER, TOKENS);
+        assert_eq!(b.say(what), "1", "three blocks are in one extent");
+        a.must(&format!("unpin 0 {TOKENS}"));
+        assert_eq!((state(&daemon), common_bytes(&daemon)), ("retired".into(), 3 * BLOCK));
+        b.must("close 0");
+        // The library says that it has given it back; this process has not.
+        until("it says so", || {
+            b.must("poll");
+            state(&daemon) != "retired"
+        });
+        assert_eq!((state(&daemon), common_bytes(&daemon)), ("kept".into(), 3 * BLOCK), "{what}");
+        assert_eq!(daemon.admin("prefixes")["common_donors"][0]["extents"], 1);
+        until("it is said", || daemon.place.log().contains("somebody has it open still"));
+        b.must("let-go");
+        until("it is gone", || state(&daemon) == "gone");
+        assert_eq!(common_bytes(&daemon), 0);
+        daemon.lives();
+    }
+}
+
+#[test]
+fn a_copy_goes_with_the_process_that_kept_it() {
+    let mut daemon = start();
+    let mut a = donor(&daemon, 5);
+    until("it is copied", || is_shared(&daemon));
+    let mut b = finds(&daemon, READER, TOKENS);
+    assert_eq!(b.say("keep"), "1");
+    a.must(&format!("unpin 0 {TOKENS}"));
+    b.must("close 0");
+    until("it says that it has given it back", || {
+        b.must("poll");
+        state(&daemon) == "kept"
+    });
+    b.kill();
+    until("it is gone", || state(&daemon) == "gone");
+    daemon.lives();
+}
+
+#[test]
+fn who_keeps_the_inode_of_a_copy_keeps_nothing_that_is_in_it() {
+    let daemon = start();
+    let mut a = donor(&daemon, 5);
+    until("it is copied", || is_shared(&daemon));
+    let mut b = finds(&daemon, READER, TOKENS);
+    assert_eq!(b.say("keep-inode"), "1");
+    assert_eq!(b.say("kept-bytes"), (3 * BLOCK).to_string());
+    a.must(&format!("unpin 0 {TOKENS}"));
+    b.must("close 0");
+    until("it is gone", || {
+        b.must("poll");
+        state(&daemon) == "gone"
+    });
+    assert_eq!(b.say("kept-bytes"), "0");
+}
+
+#[test]
+fn a_donor_and_a_reader_together_have_no_more_memory_than_the_donors_part_however_often_it_is_pinned_anew() {
+    // Two extents for two donors.
+    let config = format!("{CONFIG}{}{}[prefix]\ncommon-limit = \"256K\"\n", rule(), rule_of(STRANGER));
+    let mut daemon = Place::new(&config).start();
+    let mut a = donor(&daemon, 5);
+    until("it is copied", || is_shared(&daemon));
+    let mut b = finds(&daemon, READER, TOKENS);
+    assert_eq!(b.say("keep"), "1");
+    b.must("close 0");
+    for _ in 0..3 {
+        a.must(&format!("unpin 0 {TOKENS}"));
+        until("it is given back, says the reader", || {
+            b.must("poll");
+            common(&daemon).iter().all(|c| c["state"] == "kept")
+        });
+        a.must(&format!("pin 0 {TOKENS}"));
+        until("it is refused", || common(&daemon).iter().any(|c| c["state"] == "refused"));
+        assert_eq!(common_bytes(&daemon), 3 * BLOCK);
+    }
+    // The other donor has its part all the same.
+    let mut other = daemon.helper(STRANGER);
+    other.must("open");
+    other.must("ensure 0 17");
+    other.must("fill 0 0 16 6");
+    other.must("seal 0 16");
+    other.must("pin 0 16");
+    until("it is copied", || common(&daemon).iter().any(|c| c["state"] == "shared" && c["uid"] == STRANGER));
+    // And this one has its own again when the reader has let go.
+    b.must("let-go");
+    until("it is copied", || common(&daemon).iter().all(|c| c["state"] == "shared"));
+    daemon.lives();
+}
+
+#[test]
+fn a_longer_prompt_that_continues_a_common_one_is_copied_from_where_that_one_ends() {
+    let mut daemon = start();
+    let mut a = daemon.helper(DONOR);
+    a.must("open");
+    a.must("ensure 0 80");
+    a.must("fill 0 0 80 5");
+    a.must("seal 0 80");
+    a.must("pin 0 48");
+    until("it is copied", || is_shared(&daemon));
+    a.must("pin 0 80");
+    let all_shared = || common(&daemon).iter().filter(|c| c["state"] == "shared").count() == 2;
+    until("so is the longer one", all_shared);
+    assert_eq!(common_bytes(&daemon), 5 * BLOCK, "not eight");
+    let bytes: u64 = common(&daemon).iter().map(|c| c["bytes"].as_u64().unwrap()).sum();
+    assert_eq!(bytes, 5 * BLOCK);
+    // A beginning of both is there at no cost.
+    a.must("pin 0 16");
+    until("all three", || common(&daemon).iter().filter(|c| c["state"] == "shared").count() == 3);
+    assert_eq!(common_bytes(&daemon), 5 * BLOCK);
+    let finds = |tokens: usize| {
+        let mut b = daemon.helper(READER);
+        b.must("open");
+        assert_eq!(b.say("attach 0 81"), tokens.to_string(), "{}", daemon.place.log());
+        b.must(&format!("holds 0 0 {tokens} 5"));
+    };
+    finds(80);
+    // The shorter ones go, and what the longer one needs of them stays.
+    a.must("unpin 0 48");
+    a.must("unpin 0 16");
+    finds(80);
+    assert_eq!((common(&daemon).len(), common_bytes(&daemon)), (1, 5 * BLOCK));
+    // And the other way round: nothing behind a prompt is found that is pinned no more.
+    a.must("pin 0 32");
+    a.must("unpin 0 80");
+    finds(32);
+    a.must("unpin 0 32");
+    until("all is gone", || common_bytes(&daemon) == 0);
+    daemon.lives();
+}
+
+#[test]
+fn a_rule_names_whole_segments_of_a_label() {
+    // The program's name without its end.
+    let name = program();
+    let rule = rule().replace(&name, &name[..name.len() - 1]);
+    let daemon = Place::new(&format!("{CONFIG}{rule}")).start();
+    let _a = donor(&daemon, 5);
+    drop(finds(&daemon, READER, 0));
+    assert_eq!(common(&daemon).len(), 0);
 }

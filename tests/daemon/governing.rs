@@ -187,6 +187,10 @@ fn limits_are_changed_while_everybody_works_and_the_answer_says_what_holds_from_
     // What cannot be is refused, and changes nothing.
     let why = refused(&daemon, &["limits", "4004", "--reserve", "512K"]);
     assert!(why.contains("the reserves would be 10 extents, the pool has 8"), "{why}");
+    for less in ["1B", "131071B"] {
+        let why = refused(&daemon, &["limits", &uid, "--limit", less]);
+        assert!(why.contains("is less than one extent of 128 KiB"), "{why}");
+    }
     let why = refused(&daemon, &["limits", &uid, "--limit", "128K"]);
     assert!(why.contains("below the reserve"), "{why}");
     let why = refused(&daemon, &["limits", &uid, "--priority", "5", "--revision", "3"]);
@@ -229,8 +233,17 @@ fn pins_are_bounded_shown_with_their_owner_and_lifted_by_the_operator() {
     assert!(done(&daemon, &["status"]).contains(&format!("by uid {A} (")));
     assert_eq!(tenant(&json(&daemon, &["limits"]), A)["pinned_bytes"], 4 * BLOCK);
     assert_eq!(daemon.account("pinned"), 8 * BLOCK);
-    let why = refused(&daemon, &["unpin", "no-such-name"]);
-    assert!(why.contains("begins with no-such-name"), "{why}");
+    let why = refused(&daemon, &["unpin", "0123456789"]);
+    assert!(why.contains("begins with 0123456789"), "{why}");
+    for none in ["", "no-such-name", "00112233445566778"] {
+        let out = kvbctl(&daemon, &["unpin", none]);
+        let why = String::from_utf8(out.stderr).unwrap();
+        assert_eq!(
+            (out.status.code(), why.contains("a chain's name is 16 hexadecimal digits")),
+            (Some(2), true),
+            "{why}"
+        );
+    }
     let chain = pin["chain"].as_str().unwrap();
     let lifted = json(&daemon, &["unpin", chain]);
     assert_eq!(lifted["unpinned"][0]["chain"], chain);

@@ -117,7 +117,7 @@ fn an_eviction_takes_what_nobody_holds_and_a_pinned_chain_only_by_name() {
     for wrong in [&["evict"][..], &["evict", "3", "--pinned", "ab"]] {
         assert_eq!(kvbctl(&daemon, wrong).status.code(), Some(2), "{wrong:?}");
     }
-    assert_eq!(kvbctl(&daemon, &["evict", "--pinned", "no-hex"]).status.code(), Some(1));
+    assert_eq!(kvbctl(&daemon, &["evict", "--pinned", "no-hex"]).status.code(), Some(2));
 }
 
 #[test]

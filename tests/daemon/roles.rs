@@ -25,6 +25,8 @@ struct Role {
     sessions: Vec<Option<Session>>,
     old: Option<*const u8>,
     files: Vec<std::fs::File>,
+    /// Mappings of copies that the library knows nothing of.
+    kept: Vec<memmap2::MmapRaw>,
     view: Option<PlaneView>,
     crowd: Crowd,
     raws: Vec<Raw>,
@@ -60,6 +62,7 @@ fn a_client_process_does_what_it_is_told() {
         sessions: Vec::new(),
         old: None,
         files: Vec::new(),
+        kept: Vec::new(),
         view: None,
         crowd: Crowd::default(),
         raws: Vec::new(),
@@ -154,6 +157,34 @@ impl Role {
             "pin" => verdict(self.session(n[0]).pin(n[1]).map(|_| ())),
             "unpin" => verdict(self.session(n[0]).unpin(n[1]).map(|_| ())),
             "attack" => write_to_copies(),
+            // Of every read-only copy, something that the library knows nothing of: a duplicate of the descriptor, a mapping,
+            // or a descriptor of the inode.
+            "keep" => {
+                let copies = copies();
+                self.files = copies.iter().map(|(_, fd)| fd.try_clone().unwrap()).collect();
+                self.files.len().to_string()
+            }
+            "keep-mapping" => {
+                let map = |(_, file): &(_, std::fs::File)| {
+                    let len = file.metadata().unwrap().len() as usize;
+                    memmap2::MmapOptions::new().len(len).map_raw_read_only(file).unwrap()
+                };
+                self.kept = copies().iter().map(map).collect();
+                self.kept.len().to_string()
+            }
+            "keep-inode" => {
+                use std::os::unix::fs::OpenOptionsExt;
+                let mut path = std::fs::File::options();
+                path.read(true).custom_flags(libc::O_PATH);
+                self.files = copies().iter().map(|(name, _)| path.open(name).unwrap()).collect();
+                self.files.len().to_string()
+            }
+            "kept-bytes" => self.files.iter().map(|f| f.metadata().unwrap().len()).sum::<u64>().to_string(),
+            "let-go" => {
+                self.files.clear();
+                self.kept.clear();
+                "ok".into()
+            }
             "attach" => {
                 let ids: Vec<u32> = (0..n[1] as u32).collect();
                 match self.session(n[0]).attach(&ids) {
@@ -348,6 +379,24 @@ impl Role {
         // SAFETY: as above.
         unsafe { libc::_exit(7) }
     }
+}
+
+/// The read-only copies that this process has a descriptor of: where that is, and a duplicate.
+fn copies() -> Vec<(std::path::PathBuf, std::fs::File)> {
+    let entries = std::fs::read_dir("/proc/self/fd").unwrap().map(|entry| entry.unwrap().path());
+    let is_copy = |path: &std::path::PathBuf| {
+        std::fs::read_link(path).is_ok_and(|what| what.to_string_lossy().contains("kvbroker-common"))
+    };
+    let paths: Vec<_> = entries.filter(is_copy).collect();
+    paths
+        .into_iter()
+        .map(|path| {
+            let number: i32 = path.file_name().unwrap().to_str().unwrap().parse().unwrap();
+            // SAFETY: the descriptor is open: the client library closes none while this thread runs.
+            let fd = unsafe { std::os::fd::BorrowedFd::borrow_raw(number) };
+            (path, fd.try_clone_to_owned().unwrap().into())
+        })
+        .collect()
 }
 
 /// Tries to write in every read-only copy that this process has a descriptor of, or to get a way to. Says how many there

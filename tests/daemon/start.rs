@@ -126,6 +126,25 @@ fn a_check_says_in_one_line_what_a_start_would_take_and_takes_nothing() {
 }
 
 #[test]
+fn a_check_by_defaults_says_that_there_is_no_configuration_file() {
+    let place = Place::new("");
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvbrokerd"));
+    command.args(["--check", "--pool", "16M", "--backend", "memfd"]);
+    command.arg("--socket").arg(place.socket()).arg("--admin-socket").arg(place.path("admin.sock"));
+    let output = command.output().unwrap();
+    let said = String::from_utf8(output.stdout).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{}", String::from_utf8_lossy(&output.stderr));
+    // On a machine with the package there is one.
+    let is_there = Path::new("/etc/kvbroker/kvbroker.toml").exists();
+    assert_ne!(said.contains("there is no such file, so this is by defaults"), is_there, "{said}");
+    // One that is named must be there.
+    let mut command = place.command();
+    std::fs::remove_file(place.path("kvbroker.toml")).unwrap();
+    assert_eq!(command.arg("--check").status().unwrap().code(), Some(2));
+    assert!(place.log().contains("kvbroker.toml"), "{}", place.log());
+}
+
+#[test]
 fn a_check_refuses_what_this_machine_cannot_give() {
     let of = |pool: &str| CONFIG.replace("size = \"1M\"", pool);
     let socket = |line: &str| CONFIG.replace("mode = \"0666\"", line);

@@ -168,7 +168,7 @@ fn files_that_are_no_whole_prefix_of_this_version_are_named_and_cost_nothing() {
         ([&good[..], &good[..]].concat(), "longer than it says"),
         (older, "of version 0"),
         (foreign, "it is foreign"),
-        (vec![7; 300 << 10], "prefix.store.limit"),
+        (vec![7; 600 << 10], "prefix.store.limit"),
     ] {
         std::fs::write(&file, bytes).unwrap();
         let before = daemon.place.log().len();
@@ -215,6 +215,18 @@ fn without_a_directory_nothing_is_stored_and_that_is_said() {
     }
     let (code, log) = Place::new("[prefix.store]\nlimit = \"1M\"\n").fails();
     assert_eq!((code, log.contains("prefix.store = no directory")), (Some(2), true), "{log}");
+    for (keys, words) in [
+        ("tenant-limit = \"1M\"\n", "tenant-limit = 1M: that is more than the 512K of prefix.store.limit"),
+        (
+            "tenants = [1, 2, 3]\ntenant-limit = \"200K\"\n",
+            "3 tenants with that much have more than the 512K",
+        ),
+        ("labels = [\"\"]\n", "an empty label names no prefix"),
+    ] {
+        let text = format!("{CONFIG}[prefix.store]\ndirectory = \"/nowhere\"\n{keys}");
+        let (code, log) = Place::new(&text).fails();
+        assert_eq!((code, log.contains(words)), (Some(2), true), "{words}: {log}");
+    }
     let (code, log) = Place::new("[prefix.store]\ndirectory = \"prefixes\"\n").fails();
     assert_eq!((code, log.contains("from the root on")), (Some(2), true), "{log}");
 }
@@ -255,7 +267,7 @@ fn a_prefix_that_does_not_fit_the_next_pool_is_left_in_its_file() {
 #[test]
 fn a_full_disk_and_a_full_store_leave_what_was_stored_before() {
     // Too much for prefix.store.limit.
-    let daemon = place("limit = \"80K\"\n").start();
+    let daemon = place("limit = \"80K\"\ntenant-limit = \"80K\"\n").start();
     pin(&daemon, A, 2, 5);
     saved(&daemon, 1);
     let before = std::fs::read(&files(&directory(&daemon.place))[0]).unwrap();
@@ -283,4 +295,37 @@ fn a_full_disk_and_a_full_store_leave_what_was_stored_before() {
     assert!(why.contains("no space is left for") && why.contains("what was stored before stays"), "{why}");
     assert_eq!(files(&inside), one, "nothing half written is left behind");
     assert!(std::fs::read(&one[0]).unwrap() == before);
+}
+
+#[test]
+fn one_tenant_that_pins_all_it_can_leaves_another_ones_prompt_its_place_in_the_store() {
+    // Two blocks and their head for each of the two.
+    let keys = format!("limit = \"160K\"\ntenants = [{A}, {B}]\n");
+    let daemon = place(&keys).start();
+    pin(&daemon, A, 2, 5);
+    pin(&daemon, A, 1, 5);
+    let (code, said, why) = kvbctl(&daemon, "save");
+    assert_eq!((code, said.matches("saved: ").count()), (Some(1), 1), "{said}");
+    // Nested prompts are a file each, and all count against their tenant.
+    assert!(why.contains(&format!("the files of uid {A} have")), "{why}");
+    pin(&daemon, B, 2, 9);
+    let (_, said, _) = kvbctl(&daemon, "save");
+    assert!(said.contains(&format!("uid {B} ")), "{said}");
+    assert_eq!(files(&directory(&daemon.place)).len(), 2);
+}
+
+#[test]
+fn a_file_whose_name_plays_tricks_on_a_terminal_is_named_without_them() {
+    let daemon = place("").start();
+    pin(&daemon, A, 1, 5);
+    saved(&daemon, 1);
+    let name = directory(&daemon.place).join("\u{202e}gnp\u{1b}[2J\u{200b}.kvprefix");
+    std::fs::write(&name, "no prefix").unwrap();
+    std::fs::set_permissions(&name, std::fs::Permissions::from_mode(0o600)).unwrap();
+    let (code, said, why) = kvbctl(&daemon, "load");
+    assert_eq!((code, why.contains("?gnp?[2J?.kvprefix")), (Some(1), true), "{why:?}");
+    let (json, log) = (daemon.admin("load").to_string(), daemon.place.log());
+    for text in [said, why, json, log] {
+        assert!(!text.contains(['\u{202e}', '\u{1b}', '\u{200b}']), "{text:?}");
+    }
 }

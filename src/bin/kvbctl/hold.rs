@@ -72,6 +72,7 @@ impl Args {
         let (lease, report) = self.lease(PATIENCE)?;
         if !self.quiet {
             let (all, command) = (Size::from_bytes(report.bytes), &self.command[0]);
+            let command = kvbroker::quote::plain(command);
             say(&format!("{all} ({} extents) are with the kernel while {command} runs", report.extents));
             report.note.iter().for_each(|note| say(note));
         }
@@ -93,7 +94,7 @@ impl Args {
     fn lease(&self, patience: Duration) -> Result<(UnixStream, HoldReport), Failure> {
         let mut stream = self.admin.connect()?;
         stream.set_read_timeout(Some(patience)).map_err(failed("the admin socket"))?;
-        let shown: String = self.command.join(" ").chars().filter(|c| !c.is_control()).collect();
+        let shown = kvbroker::quote::plain(&self.command.join(" "));
         let end = (0..=SHOWN.min(shown.len())).rev().find(|at| shown.is_char_boundary(*at)).unwrap_or(0);
         writeln!(stream, "hold {} {}", self.size.bytes(), &shown[..end])
             .map_err(|e| self.admin.unreachable(&e))?;

@@ -296,12 +296,36 @@ fn print_limits(report: &LimitsReport, out: &mut dyn Write) -> io::Result<()> {
     Ok(())
 }
 
+/// Digits of a chain's name that are shown.
+const CHAIN_DIGITS: usize = 16;
+
+/// The beginning of a chain's name.
+pub(super) fn chain(text: &str) -> Result<String, String> {
+    let digits = text.to_ascii_lowercase();
+    match (1..=CHAIN_DIGITS).contains(&digits.len()) && digits.bytes().all(|b| b.is_ascii_hexdigit()) {
+        true => Ok(digits),
+        false => Err(format!(
+            "a chain's name is {CHAIN_DIGITS} hexadecimal digits, such as 3fa9c17e20b48d55, which kvbctl status and kvbctl \
+             prefixes show: write the first of them, as many as tell it from others"
+        )),
+    }
+}
+
+fn chain_or_all(text: &str) -> Result<String, String> {
+    if text == "all" {
+        Ok(text.into())
+    } else {
+        chain(text).map_err(|why| format!("{why}, or all for every one"))
+    }
+}
+
 /// `kvbctl unpin`
 #[derive(Debug, Args)]
 pub struct Unpin {
     #[command(flatten)]
     ask: Ask,
-    /// The beginning of a chain's name, or `all`
+    /// The beginning of a chain's name as kvbctl status shows it, or `all`
+    #[arg(value_parser = chain_or_all)]
     chain: String,
 }
 

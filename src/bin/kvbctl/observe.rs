@@ -113,11 +113,15 @@ fn print_common(report: &PrefixesReport, out: &mut dyn Write) -> io::Result<()> 
     table(out, &rows, &[0, 2, 3, 7])?;
     writeln!(
         out,
-        "read-only copies beside the pool: {} of {}; {} of their blocks were found\n",
+        "read-only copies beside the pool: {} of {}; {} of their blocks were found",
         mib(report.common_bytes),
         mib(report.common_limit_bytes),
         report.common_hits
-    )
+    )?;
+    for d in &report.common_donors {
+        writeln!(out, "of uid {}: {} of its {} extents", d.uid, d.extents, d.limit_extents)?;
+    }
+    writeln!(out)
 }
 
 /// `kvbctl evict`
@@ -133,7 +137,7 @@ pub struct Evict {
     #[arg(long, value_name = "UID")]
     uid: Option<u32>,
     /// Unpin the chains whose names (kvbctl prefixes) begin so, and evict what no session holds of them
-    #[arg(long, value_name = "CHAIN", conflicts_with_all = ["blocks", "uid"])]
+    #[arg(long, value_name = "CHAIN", conflicts_with_all = ["blocks", "uid"], value_parser = super::live::chain)]
     pinned: Option<String>,
 }
 

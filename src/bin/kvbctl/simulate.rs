@@ -22,8 +22,8 @@ pub struct Args {
     /// Mooncake project publishes them; - for standard input
     #[arg(required_unless_present = "shop_floor", conflicts_with = "shop_floor", value_name = "TRACE")]
     trace: Option<PathBuf>,
-    /// Instead of a trace from a file: so many shifts of eight hours on a shop floor
-    #[arg(long, value_name = "SHIFTS")]
+    /// Instead of a trace from a file: so many shifts of eight hours on a shop floor, at most 1000
+    #[arg(long, value_name = "SHIFTS", value_parser = clap::value_parser!(u64).range(1..=1000))]
     shop_floor: Option<u64>,
     /// What the shop floor's chances are drawn from
     #[arg(long, default_value_t = 1, value_name = "N", requires = "shop_floor")]

@@ -6,6 +6,7 @@ use std::io::{self, Write};
 use std::time::Duration;
 
 use kvbroker::broker::{StoreOutcome, StoreReport, StoredReport};
+use kvbroker::quote::plain;
 
 use super::live::{Ask, mib};
 use super::{Failure, print_json};
@@ -23,7 +24,7 @@ pub fn run(ask: &Ask, what: &str, out: &mut impl Write) -> Result<(), Failure> {
     } else {
         print(what, &report, out)?;
     }
-    let refused: Vec<&str> = report.prefixes.iter().filter_map(|p| p.why.as_deref()).collect();
+    let refused: Vec<String> = report.prefixes.iter().filter_map(|p| p.why.as_deref()).map(plain).collect();
     match refused.is_empty() {
         true => Ok(()),
         false => Err(Failure::Refused(refused.join("\nkvbctl: "))),
@@ -39,8 +40,9 @@ fn print(what: &str, report: &StoreReport, out: &mut dyn Write) -> io::Result<()
             StoreOutcome::Present => "there already",
             StoreOutcome::Refused => continue,
         };
-        let file = p.file.file_name().unwrap_or_default().to_string_lossy();
-        let StoredReport { label, blocks, tokens, bytes, .. } = p;
+        let file = plain(&p.file.file_name().unwrap_or_default().to_string_lossy());
+        let StoredReport { blocks, tokens, bytes, .. } = p;
+        let label = plain(&p.label);
         match p.uid {
             Some(uid) => writeln!(
                 out,
@@ -52,7 +54,7 @@ fn print(what: &str, report: &StoreReport, out: &mut dyn Write) -> io::Result<()
     }
     if report.prefixes.is_empty() {
         let none = if what == "save" { "no pinned prefix is to be stored" } else { "no prefix is stored" };
-        writeln!(out, "{none} in {}", report.directory.display())?;
+        writeln!(out, "{none} in {}", plain(&report.directory.to_string_lossy()))?;
     }
     Ok(())
 }

@@ -168,3 +168,94 @@ fn a_claim_to_a_block_of_a_copy_is_no_credit_of_anybody() {
     let in_use = w.ask(reader.0, Verb::ReturnExtent, 0, |w| _ = w.put(&back));
     assert_eq!(in_use, Err(Fault::BadRequest), "a table names it");
 }
+
+#[test]
+fn a_label_is_matched_by_whole_segments() {
+    for (label, start, begins) in [
+        ("engine/system", "engine/system", true),
+        ("engine/system/v2", "engine/system", true),
+        ("engine/system-private", "engine/system", false),
+        ("engine/system", "engine", true),
+        ("engine/system", "engine/", true),
+        ("engine2/system", "engine", false),
+        ("engine", "engine/", false),
+        ("engine/sys", "engine/system", false),
+    ] {
+        assert_eq!(label_begins(label, start), begins, "{label} {start}");
+    }
+}
+
+#[test]
+fn donors_without_a_limit_have_equal_parts_of_what_the_others_leave_and_together_no_more_than_all() {
+    let rule = |uid: u32| CommonRule {
+        donor: Tenant(uid),
+        label: "engine".into(),
+        readers: BTreeSet::from([Tenant(READER)]),
+    };
+    let rules = [rule(1), rule(2), rule(3), rule(2)];
+    let of = |limits: &[(u32, u64)], places: u32| -> Vec<u32> {
+        let limits = limits.iter().map(|(uid, bytes)| (Tenant(*uid), *bytes)).collect();
+        parts(&rules, &limits, places, EXTENT).into_values().collect()
+    };
+    assert_eq!(of(&[], 10), [3, 3, 3]);
+    assert_eq!(of(&[(2, 4 * EXTENT + 5)], 10), [3, 4, 3]);
+    assert_eq!(of(&[(1, EXTENT), (2, 2 * EXTENT), (3, 3 * EXTENT)], 10), [1, 2, 3]);
+    assert_eq!(of(&[(1, 64 * EXTENT)], 10), [10, 0, 0], "which the configuration refuses");
+}
+
+#[test]
+fn the_loop_wakes_up_for_a_copy_that_is_kept_and_for_nothing_once_it_is_gone() {
+    let (mut w, donor) = world();
+    assert_eq!(w.broker.next_look_for_copies(), None);
+    let reader = w.client(READER);
+    let copy = w.attach(reader)[0].place.extent;
+    // What a reader would do behind the library's back.
+    let kept = w.broker.common.files[&copy].reader().unwrap();
+    w.broker.disconnect(donor);
+    let chain = *w.broker.state.prefixes.pins().next().unwrap().0;
+    w.broker.unpin(&chain);
+    w.work();
+    assert_eq!(w.broker.next_look_for_copies(), None, "its reader has it");
+    w.broker.disconnect(reader.0);
+    let mut last = std::time::Duration::ZERO;
+    for _ in 0..20 {
+        let now = w.broker.absent.clock;
+        let due = w.broker.next_look_for_copies().expect("to look again");
+        assert!(w.broker.next_wake().is_some_and(|wake| wake <= due));
+        assert!(due - now >= last, "later each time");
+        last = due - now;
+        w.broker.tick(due);
+        w.work();
+    }
+    assert_eq!(last, LONGEST);
+    assert_eq!(w.broker.common_bytes().0, w.broker.state.common.bytes());
+    assert!(w.broker.common_bytes().0 > 0, "it counts");
+    // Another process of the reader ends: that is looked at at once.
+    let other = w.client(READER);
+    drop(kept);
+    w.broker.disconnect(other.0);
+    w.work();
+    assert_eq!((w.broker.next_look_for_copies(), w.broker.common_bytes().0), (None, 0));
+}
+
+#[test]
+fn donors_take_turns_and_a_chain_whose_sums_are_on_their_way_keeps_nobody_waiting() {
+    let (mut w, _) = world();
+    let common = &mut w.broker.common;
+    common.wanted = [(1, 1), (1, 2), (2, 3)].map(|(uid, n)| (Tenant(uid), [n; 32])).into();
+    let next = |broker: &mut Broker, last: Option<u32>, later: &[u8]| {
+        broker.common.last = last.map(Tenant);
+        let later = later.iter().map(|n| [*n; 32]).collect();
+        broker.next_wanted(&later).map(|(_, chain)| chain[0])
+    };
+    for (last, later, chain) in [
+        (None, &[][..], Some(1)),
+        (Some(1), &[], Some(3)),
+        (Some(2), &[], Some(1)),
+        (Some(1), &[3], Some(1)),
+        (Some(2), &[1], Some(2)),
+        (Some(2), &[1, 2, 3], None),
+    ] {
+        assert_eq!(next(&mut w.broker, last, later), chain, "{last:?} {later:?}");
+    }
+}
