@@ -185,7 +185,7 @@ impl Broker {
                 new_descriptors: (MAX_FDS - descriptors.len()) as u32,
             };
             let Some(one) = self.state.pool.take(&take) else { break };
-            whole = whole.saturating_sub(self.state.pool.extents_of(tenant) - before - adopted);
+            whole -= u32::from(whole > 0 && near.is_none_or(|n| n.extent != one.block.place.extent));
             let extent = one.block.place.extent;
             if self.state.pool.add_holder(extent, client) {
                 descriptors.insert(extent);

@@ -62,7 +62,7 @@ pub struct Take {
     pub cut: Cut,
     /// Right after this place if it is free, so that a session's blocks lie side by side.
     pub near: Option<Place>,
-    /// Else in a clean extent, although there are free places in others.
+    /// Else in an extent without a block in use, the tenant's or a clean one, although there are free places in others.
     pub whole: bool,
     /// Extents that the tenant may have more than now.
     pub new_extents: u32,
@@ -301,8 +301,9 @@ impl Pool {
         }
         let home = Some(take.client);
         let may_adopt = take.new_extents > 0 && take.new_descriptors > 0;
-        let whole = if take.whole && may_adopt { self.adopt(take) } else { None };
-        let extent = match whole.or_else(|| self.open_extent(take)) {
+        let idle = if take.whole { self.open_extent(take, true) } else { None };
+        let whole = if idle.is_none() && take.whole && may_adopt { self.adopt(take) } else { idle };
+        let extent = match whole.or_else(|| self.open_extent(take, false)) {
             Some(extent) => extent,
             None if may_adopt => self.adopt(take)?,
             None => return None,
@@ -315,17 +316,22 @@ impl Pool {
         Some(Place { extent, slot })
     }
 
-    /// The fullest extent with a free place: where the client lives, else where another one of the tenant does.
-    fn open_extent(&self, take: &Take) -> Option<ExtentId> {
+    /// The fullest extent with a free place, or one without a block in use: where the client lives, else where another one of
+    /// the tenant does.
+    fn open_extent(&self, take: &Take, idle: bool) -> Option<ExtentId> {
         let (tenant, format) = (take.tenant, take.cut.format);
+        let best = |set: &BTreeSet<(u32, ExtentId)>| match idle {
+            true => set.last().filter(|(free, _)| *free == take.cut.slots).copied(),
+            false => set.first().copied(),
+        };
         let known = |e: &ExtentId| take.new_descriptors > 0 || self.is_holder(*e, take.client);
         let open = &self.books.open;
-        let at_home = open.get(&(tenant, format, Some(take.client))).and_then(|set| set.first());
+        let at_home = open.get(&(tenant, format, Some(take.client))).and_then(best);
         let elsewhere = || {
             let all = (tenant, format, None)..=(tenant, format, Some(ClientId(u64::MAX)));
-            open.range(all).filter_map(|(_, set)| set.first()).min().map(|(_, e)| *e)
+            open.range(all).filter_map(|(_, set)| best(set)).min().map(|(_, e)| e)
         };
-        at_home.map(|(_, e)| *e).filter(known).or_else(|| elsewhere().filter(known))
+        at_home.map(|(_, e)| e).filter(known).or_else(|| elsewhere().filter(known))
     }
 
     /// Cuts a clean extent for a tenant.
