@@ -23,6 +23,7 @@ mod lent;
 #[cfg(test)]
 mod model_test;
 pub mod prefix;
+mod publish;
 mod quarantine;
 mod record;
 mod report;
