@@ -48,6 +48,7 @@ use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+use zerocopy::{Immutable, IntoBytes};
 
 pub use common::{CommonDonorReport, CommonReport, CommonRule, label_begins, parts as common_parts};
 pub use evict::{Evict, EvictReport};
@@ -74,7 +75,7 @@ use crate::packing::Extents;
 use crate::pool::{Account, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
 use crate::window::How;
-use crate::wire::{self, Fault, Verb, WireError, Writer};
+use crate::wire::{self, Event, Fault, Verb, WireError, Writer};
 
 /// The uid that the kernel shows for users without a mapping in this namespace: nobody in particular.
 const OVERFLOW_UID: u32 = 65534;
@@ -659,13 +660,7 @@ impl Broker {
         let mut message = Writer::start(opcode | wire::REPLY, why.fault as u16, sequence, 0);
         message.put(&wire::Refusal { needed: why.needed.into(), available: why.available.into() });
         message.put(why.text.as_bytes());
-        Output {
-            to: client,
-            message: message.finish(),
-            buffers: Vec::new(),
-            descriptors: Vec::new(),
-            last: false,
-        }
+        Output::plain(client, message)
     }
 
     fn refuse(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) {
@@ -676,6 +671,13 @@ impl Broker {
     fn hang_up(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) {
         let output = self.refusal(client, opcode & !wire::EVENT, sequence, why);
         self.outbox.push_back(Output { last: true, ..output });
+    }
+
+    /// Sends an event, about one of the client's sessions or (0) about none.
+    fn tell(&mut self, to: ClientId, event: Event, session: u64, body: &(impl IntoBytes + Immutable)) {
+        let mut message = Writer::start(wire::EVENT | event as u16, 0, 0, session);
+        message.put(body);
+        self.outbox.push_back(Output::plain(to, message));
     }
 
     /// Whether the client has a request that is not answered yet: the driver reads no more of it until then.
@@ -861,14 +863,8 @@ impl Broker {
     /// Tells every client that the broker goes away.
     pub fn say_goodbye(&mut self) {
         for &to in self.state.clients.keys() {
-            let message = Writer::start(wire::EVENT | wire::Event::Goodbye as u16, 0, 0, 0).finish();
-            self.outbox.push_back(Output {
-                to,
-                message,
-                buffers: Vec::new(),
-                descriptors: Vec::new(),
-                last: true,
-            });
+            let message = Writer::start(wire::EVENT | wire::Event::Goodbye as u16, 0, 0, 0);
+            self.outbox.push_back(Output { last: true, ..Output::plain(to, message) });
         }
     }
 

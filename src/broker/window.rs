@@ -426,7 +426,7 @@ impl Broker {
 
     fn make_run(&mut self, wish: &Wish) -> Result<Next, Declined> {
         let backend = self.heap.backend();
-        if !matches!(backend, Backend::DmaHeap | Backend::Udmabuf) {
+        if !backend.is_dma_buf() {
             let text = format!("extents of a {backend} pool are no dma-bufs, so no device imports them");
             return Err(Declined::new(Fault::BadRequest, text));
         }

@@ -12,6 +12,7 @@ use super::window::{Declined, Made, Making};
 use crate::heap::{Buffer, Heap, HeapError, ReadOnlyCopy, Renewal, Sealed};
 use crate::id::{BlockId, ClientId, ExtentId};
 use crate::store::{Finished, Order};
+use crate::wire::Writer;
 
 /// A message for a client, with the extents whose descriptors go with it.
 #[derive(Debug)]
@@ -26,6 +27,14 @@ pub struct Output {
     pub descriptors: Vec<Descriptor>,
     /// After this message the connection ends.
     pub last: bool,
+}
+
+impl Output {
+    /// A message that brings no descriptor, and after which the connection goes on.
+    pub(super) fn plain(to: ClientId, message: Writer) -> Self {
+        let (buffers, descriptors) = (Vec::new(), Vec::new());
+        Output { to, message: message.finish(), buffers, descriptors, last: false }
+    }
 }
 
 /// A descriptor that goes with a message and is no buffer's.
