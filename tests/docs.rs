@@ -1,4 +1,5 @@
-//! What the documents say of tests: each test that they name is there, and is a test.
+//! What the documents say of tests and of modules: each test that they name is there, and is a test; each module is in the
+//! table of the architecture, and what that names is there.
 //!
 //! `docs/faults.md`, `docs/faults-llama.md` and `docs/npu.md` promise that somebody watches over each kind of fault. A
 //! test that was renamed or removed must not leave the promise behind.
@@ -151,6 +152,41 @@ fn every_kind_of_fault_has_a_test_or_a_reason_why_it_cannot_occur() {
         watched += usize::from(answered);
     }
     assert!(watched > 100, "{watched} rows have a test: is the document read right?");
+}
+
+/// The library's modules by their paths, `broker::window::making`; without those that only test.
+fn modules(sources: &BTreeMap<PathBuf, String>) -> Vec<String> {
+    let name = |path: &PathBuf| {
+        let inside = path.strip_prefix("src").ok()?.with_extension("");
+        let mut parts: Vec<&str> = inside.iter().filter_map(|part| part.to_str()).collect();
+        if parts.last() == Some(&"mod") {
+            parts.pop();
+        }
+        let last = *parts.last()?;
+        let is_module = parts[0] != "bin" && !["lib", "tests"].contains(&last) && !last.ends_with("_test");
+        is_module.then(|| parts.join("::"))
+    };
+    sources.keys().filter_map(name).collect()
+}
+
+#[test]
+fn every_module_is_in_the_table_of_rooms_and_every_room_is_there() {
+    let text = read("docs/architecture.md");
+    let table = text.split("## Rooms").nth(1).and_then(|rest| rest.split("\n## ").next()).expect("the rooms");
+    let rows =
+        table.lines().filter_map(|line| line.strip_prefix("| ")).filter_map(|row| row.split(" | ").next());
+    let named: Vec<&str> = rows.flat_map(quoted).collect();
+    let modules = modules(&sources());
+    assert!(named.len() > 60 && modules.len() > 60, "{} named, {} there", named.len(), modules.len());
+    // In brackets, or behind a module of the same room, the last part of a name is enough.
+    let means = |name: &str, module: &str| {
+        module == name || (!name.contains("::") && module.rsplit("::").next() == Some(name))
+    };
+    let missing: Vec<_> = modules.iter().filter(|m| !named.iter().any(|n| means(n, m))).collect();
+    assert!(missing.is_empty(), "docs/architecture.md does not name {missing:?}");
+    let is_there = |name: &str| modules.iter().any(|m| means(name, m)) || root().join(name).is_dir();
+    let gone: Vec<_> = named.iter().filter(|n| !is_there(n)).collect();
+    assert!(gone.is_empty(), "docs/architecture.md names {gone:?}, which are not there");
 }
 
 #[test]

@@ -29,7 +29,7 @@ fn alone<H: FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned>(
     counted::<H, u8>(body, 0, |_| 0)
 }
 
-/// How each kind of message is laid out (`docs/protocol.md`).
+/// How each kind of message is laid out (`docs/protocol.md`). New ones at the end: seeds name them by their place.
 type Shape = fn(&[u8]) -> Result<(), WireError>;
 const SHAPES: &[Shape] = &[
     alone::<wire::Hello>,
@@ -59,6 +59,8 @@ const SHAPES: &[Shape] = &[
     |b| counted::<wire::Present, u8>(b, wire::MAX_TOKENS, |p| p.blocks.get()),
     |b| counted::<wire::ProfileHead, wire::LayerRow>(b, 1024, |p| p.layers.get()),
     |b| counted::<wire::Grant, wire::GrantedBlock>(b, wire::MAX_BLOCKS, |g| g.blocks.get()),
+    alone::<wire::WindowMade>,
+    alone::<wire::Refusal>,
 ];
 
 /// A message whose first byte says how it is to be read, and whose rest follows.

@@ -17,6 +17,14 @@ pub enum Element {
 }
 
 impl Element {
+    /// Its label in a profile.
+    pub const fn name(self) -> &'static str {
+        match self {
+            Element::F16 => "f16",
+            Element::F32 => "f32",
+        }
+    }
+
     /// Bytes of one value.
     pub const fn bytes(self) -> usize {
         match self {

@@ -3,6 +3,8 @@
 //! Owns the command line: what is asked, how the answer is printed, and the exit codes. Invariant: an answer goes to
 //! standard output and a complaint to standard error, and the exit code alone tells a script which it was.
 
+#![deny(unsafe_code)]
+
 #[path = "kvbctl/doctor.rs"]
 mod doctor;
 #[path = "kvbctl/events.rs"]

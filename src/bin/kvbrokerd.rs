@@ -3,6 +3,8 @@
 //! Owns the command line and the log. Exit codes: 0 after SIGTERM or SIGINT, 1 when it could not start or serve, 2 for
 //! a wrong command line or configuration.
 
+#![deny(unsafe_code)]
+
 use std::io::Write;
 use std::path::PathBuf;
 use std::process::ExitCode;

@@ -109,6 +109,12 @@ impl KvType {
     pub const ALL: [KvType; 6] =
         [KvType::F16, KvType::Bf16, KvType::F32, KvType::Int8, KvType::Q8_0, KvType::Q4_0];
 
+    /// Their names, for people.
+    fn names() -> String {
+        let [others @ .., last] = Self::ALL.map(KvType::name);
+        format!("{} or {last}", others.join(", "))
+    }
+
     /// The name on the command line and in a profile.
     pub fn name(self) -> &'static str {
         match self {
@@ -153,7 +159,7 @@ impl fmt::Display for KvType {
 
 /// A word that is no [`KvType`].
 #[derive(Debug, Clone, PartialEq, Eq, Error)]
-#[error("{0:?} is no KV element type: use f16, bf16, f32, int8, q8_0 or q4_0")]
+#[error("{:?} is no KV element type: use {}", .0, KvType::names())]
 pub struct UnknownKvType(String);
 
 impl FromStr for KvType {

@@ -80,10 +80,6 @@ impl Geometry {
     /// same blocks can be shown to a device plane by plane (SmolLM2 in f16: 32).
     pub fn profile(&self, name: &str, element: Element, layout: Layout) -> Result<Profile, ProfileError> {
         const PAGE: u64 = 4096;
-        let label = match element {
-            Element::F16 => "f16",
-            Element::F32 => "f32",
-        };
         let row = u32::try_from(self.row_bytes(element)).unwrap_or(u32::MAX);
         // Layers that keep the same tokens share a block table: at most two groups, none of them empty.
         let group = |window: Option<usize>| Group {
@@ -96,9 +92,9 @@ impl Geometry {
         let mut groups = vec![group(None)];
         groups.extend(self.window.map(|w| group(Some(w.tokens))));
         groups.retain(|g| !g.layers.is_empty());
-        let profile = Profile::new(name, label, layout, 16, groups.clone())?;
+        let profile = Profile::new(name, element.name(), layout, 16, groups.clone())?;
         match profile.plane_view_tokens(PAGE).filter(|t| (17..=64).contains(t)) {
-            Some(tokens) => Profile::new(name, label, layout, tokens, groups),
+            Some(tokens) => Profile::new(name, element.name(), layout, tokens, groups),
             None => Ok(profile),
         }
     }
