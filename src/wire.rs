@@ -421,7 +421,7 @@ wire! {
     struct GiveBack {
         /// The extent; no block of it is in use.
         extent: U32,
-        /// Milliseconds until the broker takes it where the kernel lets it; 0: it is gone already, its bytes read as zero.
+        /// Milliseconds in which to do so: whoever does not keeps it. 0: it is gone already, its bytes read as zero.
         deadline_ms: U32,
     }
 }
