@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use super::{Broker, Refused, Reply};
 use crate::id::{BlockId, ClientId, FormatId, Place, SessionId, Tenant};
 use crate::pool::{Block, Cut};
-use crate::wire::{self, Event, Fault, Verdict, Writer};
+use crate::wire::{self, Event, Fault, Verdict};
 
 /// What came of a request to be admitted.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -197,10 +197,9 @@ impl Broker {
             }
             self.reclaims.insert(id, deadline);
             self.state.counters.reclaims += 1;
-            let mut event = Writer::start(wire::EVENT | Event::ReclaimSession as u16, 0, 0, id.number);
             let (session, deadline_ms) = (id.number.into(), self.policy.reclaim_ms.into());
-            event.put(&wire::ReclaimSession { session, deadline_ms, reserved: 0.into() });
-            self.tell(self.state.sessions[&id].client, event);
+            let body = wire::ReclaimSession { session, deadline_ms, reserved: 0.into() };
+            self.tell(self.state.sessions[&id].client, Event::ReclaimSession, id.number, &body);
         }
         true
     }
@@ -231,17 +230,6 @@ impl Broker {
             }
         }
         self.reach(tenant, cut, own, extents.into_iter())
-    }
-
-    pub(super) fn tell(&mut self, to: ClientId, event: Writer) {
-        let output = super::Output {
-            to,
-            message: event.finish(),
-            buffers: Vec::new(),
-            descriptors: Vec::new(),
-            last: false,
-        };
-        self.outbox.push_back(output);
     }
 
     /// When the next session's time is up.
@@ -282,9 +270,8 @@ impl Broker {
         }
         self.check_windows(id);
         log::info!("{id} of uid {} did not make room in time and has ended", session.tenant.0);
-        let mut event = Writer::start(wire::EVENT | Event::SessionLost as u16, 0, 0, id.number);
-        event.put(&wire::Opened { session: id.number.into() });
-        self.tell(session.client, event);
+        let body = wire::Opened { session: id.number.into() };
+        self.tell(session.client, Event::SessionLost, id.number, &body);
     }
 
     /// The client knows that it has lost the session, and does not write in its blocks any more.

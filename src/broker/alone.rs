@@ -14,7 +14,6 @@
 use std::collections::BTreeSet;
 
 use super::{Broker, Refused};
-use crate::heap::Backend;
 use crate::id::{BlockId, ClientId, ExtentId, Place, SessionId, Tenant};
 use crate::pool::{Block, Cut};
 use crate::wire::Fault;
@@ -33,7 +32,7 @@ impl Lifted {
 impl Broker {
     /// Whether a device that imports an extent of this pool needs it alone.
     pub(super) fn imports_need_one_writer(&self) -> bool {
-        !self.windows.coherent() && matches!(self.heap.backend(), Backend::DmaHeap | Backend::Udmabuf)
+        !self.windows.coherent() && self.heap.backend().is_dma_buf()
     }
 
     /// Why `session` is not the only one that writes the extents of `blocks`, which are all of its table; `None` if it is.

@@ -9,10 +9,10 @@
 
 use std::time::{Duration, Instant};
 
-use super::{Broker, Output};
+use super::Broker;
 use crate::id::{ClientId, ExtentId, Tenant};
 use crate::pool::Cut;
-use crate::wire::{self, Event, Writer};
+use crate::wire::{self, Event};
 
 /// How long a client may take to give back an extent that is asked back.
 const DEADLINE: Duration = Duration::from_millis(2000);
@@ -99,15 +99,8 @@ impl Broker {
         deadline_ms: u32,
     ) {
         for to in holders {
-            let mut event = Writer::start(wire::EVENT | Event::GiveBack as u16, 0, 0, 0);
-            event.put(&wire::GiveBack { extent: extent.0.into(), deadline_ms: deadline_ms.into() });
-            self.outbox.push_back(Output {
-                to,
-                message: event.finish(),
-                buffers: Vec::new(),
-                descriptors: Vec::new(),
-                last: false,
-            });
+            let body = wire::GiveBack { extent: extent.0.into(), deadline_ms: deadline_ms.into() };
+            self.tell(to, Event::GiveBack, 0, &body);
         }
     }
 

@@ -22,11 +22,6 @@ impl Broker {
         self.settle();
     }
 
-    /// Whether the broker drains.
-    pub fn is_draining(&self) -> bool {
-        self.draining
-    }
-
     /// Refuses what begins, while the broker drains.
     pub(super) fn begins(&self, what: &str) -> Result<(), Refused> {
         match self.draining {

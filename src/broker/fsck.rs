@@ -12,7 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::{Broker, Job};
 use crate::id::{BlockId, SessionId};
 use crate::pool::Block;
-use crate::wire::{self, Event, Writer};
+use crate::wire::{self, Event};
 
 /// Bytes that the worker reads at a time.
 const PIECE: u64 = 256 << 10;
@@ -226,13 +226,9 @@ impl Broker {
             self.state.prefixes.mark_damaged(block, lives);
         }
         for (id, block) in &holders {
-            let mut event = Writer::start(wire::EVENT | Event::PrefixDamaged as u16, 0, 0, id.number);
-            event.put(&wire::Damaged {
-                session: id.number.into(),
-                block: (*block).into(),
-                reserved: 0.into(),
-            });
-            self.tell(self.state.sessions[id].client, event);
+            let (session, block) = (id.number.into(), (*block).into());
+            let body = wire::Damaged { session, block, reserved: 0.into() };
+            self.tell(self.state.sessions[id].client, Event::PrefixDamaged, id.number, &body);
         }
         DamageReport {
             extent: place.extent.0,

@@ -10,7 +10,7 @@
 
 mod admission;
 mod alone;
-mod books;
+mod audit;
 pub(crate) mod common;
 mod consent;
 mod drain;
@@ -23,6 +23,7 @@ mod lent;
 #[cfg(test)]
 mod model_test;
 pub mod prefix;
+mod publish;
 mod quarantine;
 mod record;
 mod report;
@@ -38,14 +39,16 @@ mod verify_test;
 mod window;
 #[cfg(test)]
 mod window_test;
+mod work;
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::ops::Range;
-use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::sync::Arc;
 
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
+use zerocopy::{Immutable, IntoBytes};
 
 pub use common::{CommonDonorReport, CommonReport, CommonRule, label_begins, parts as common_parts};
 pub use evict::{Evict, EvictReport};
@@ -63,16 +66,16 @@ pub use store::{StoreOutcome, StorePolicy, StoreRefusal, StoreReport, StoredRepo
 pub use tenant::{LimitChange, LimitsReport, Outcome, TenantPolicy, TenantReport};
 pub use usage::{ChainReport, PrefixesReport, TenantUsage, TenantsReport};
 pub use window::{Declined, Made, Making};
+pub use work::{Descriptor, Done, Job, Opened, Output};
 
-use crate::heap::{Buffer, Heap, HeapError, ReadOnlyCopy, Renewal, Sealed};
-use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, SessionId, Tenant};
+use crate::heap::{Buffer, Heap, HeapError};
+use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
 use crate::map::page_bytes;
 use crate::packing::Extents;
-use crate::pool::{Account, Block, ClaimError, Cut, Dropped, Extent, Pool, Slot};
+use crate::pool::{Account, ClaimError, Cut, Dropped, Pool};
 use crate::profile::Profile;
-use crate::store::{Finished, Order};
 use crate::window::How;
-use crate::wire::{self, Fault, Verb, WireError, Writer};
+use crate::wire::{self, Event, Fault, Verb, WireError, Writer};
 
 /// The uid that the kernel shows for users without a mapping in this namespace: nobody in particular.
 const OVERFLOW_UID: u32 = 65534;
@@ -190,200 +193,6 @@ pub enum ConnectError {
     Kept(u32),
     #[error("uid {uid} has {count} connections open, as many as limits.connections-per-tenant allows")]
     TenantFull { uid: u32, count: u32 },
-}
-
-/// A message for a client, with the extents whose descriptors go with it.
-#[derive(Debug)]
-pub struct Output {
-    /// For whom.
-    pub to: ClientId,
-    /// The message.
-    pub message: Vec<u8>,
-    /// Buffers whose descriptors go along, in this order.
-    pub buffers: Vec<Arc<Buffer>>,
-    /// Other descriptors, after those.
-    pub descriptors: Vec<Descriptor>,
-    /// After this message the connection ends.
-    pub last: bool,
-}
-
-/// A descriptor that goes with a message and is no buffer's.
-#[derive(Debug, Clone)]
-pub enum Descriptor {
-    /// This one, whoever gets it.
-    Shared(Arc<OwnedFd>),
-    /// Of a read-only copy. Each reader gets an open file of its own, which is opened when the message leaves: what waits
-    /// to be sent costs no descriptor.
-    Copy(Arc<Sealed>),
-}
-
-/// See [`Descriptor::open`].
-#[derive(Debug)]
-pub enum Opened<'a> {
-    /// Of the broker.
-    Shared(BorrowedFd<'a>),
-    /// To be closed when it has been sent.
-    Own(OwnedFd),
-}
-
-impl Descriptor {
-    /// What is to be sent.
-    pub fn open(&self) -> std::io::Result<Opened<'_>> {
-        match self {
-            Descriptor::Shared(fd) => Ok(Opened::Shared(fd.as_fd())),
-            Descriptor::Copy(file) => file.reader().map(Opened::Own),
-        }
-    }
-}
-
-impl AsFd for Opened<'_> {
-    fn as_fd(&self) -> BorrowedFd<'_> {
-        match self {
-            Opened::Shared(fd) => *fd,
-            Opened::Own(fd) => fd.as_fd(),
-        }
-    }
-}
-
-/// Work that takes long, for the worker.
-#[derive(Debug)]
-pub enum Job {
-    /// Write zeros over pieces of buffers.
-    Scrub {
-        /// What [`Done::Scrubbed`] repeats.
-        ticket: u64,
-        /// The pieces.
-        pieces: Vec<(Arc<Buffer>, Range<u64>)>,
-    },
-    /// Make of an extent that was somebody's one that nobody has ever seen.
-    Renew {
-        /// The extent that the old buffer was.
-        extent: ExtentId,
-        /// The old buffer; `None` if it is gone already.
-        old: Option<Arc<Buffer>>,
-        /// Size of the new one.
-        bytes: u64,
-    },
-    /// Something for a device's window.
-    Window {
-        /// What [`Done::Window`] repeats.
-        ticket: u64,
-        /// What is to be made.
-        making: Making,
-    },
-    /// Ask the kernel for a buffer that was missing.
-    Allocate {
-        /// Its size.
-        bytes: u64,
-    },
-    /// Read a piece of a sealed block for its checksum.
-    Sum {
-        /// The block.
-        block: BlockId,
-        /// Where it is.
-        buffer: Arc<Buffer>,
-        /// The piece, from the buffer's start.
-        piece: Range<u64>,
-        /// The sum of the pieces before it; 0 before the first.
-        sum: u32,
-    },
-    /// Close the buffer of an extent that is lent: its memory is the kernel's.
-    GiveBack {
-        /// The extent.
-        extent: ExtentId,
-        /// Its buffer, which nobody else has.
-        buffer: Arc<Buffer>,
-    },
-    /// Copy pieces of sealed blocks into memory that nobody can write.
-    Copy {
-        /// What [`Done::Copied`] repeats.
-        ticket: u64,
-        /// The blocks.
-        pieces: Vec<(Arc<Buffer>, Range<u64>)>,
-    },
-    /// Read or write stored prefixes. The blocks that it names are nobody else's meanwhile, so it may be done beside the
-    /// others.
-    Store(Order),
-}
-
-/// What became of a [`Job`].
-#[derive(Debug)]
-pub enum Done {
-    /// Zeros are written, or not.
-    Scrubbed {
-        /// Of which job.
-        ticket: u64,
-        /// The error if they are not.
-        result: Result<(), String>,
-    },
-    /// The extent is renewed, or not.
-    Renewed {
-        /// The extent that it was.
-        extent: ExtentId,
-        /// What became of it.
-        result: Renewal,
-    },
-    /// It is made, or not.
-    Window {
-        /// Of which job.
-        ticket: u64,
-        /// What was made, or the words why not.
-        result: Result<Made, Declined>,
-    },
-    /// The kernel has answered.
-    Allocated(Result<Buffer, HeapError>),
-    /// A piece of a sealed block is read, or not.
-    Summed {
-        /// The block.
-        block: BlockId,
-        /// The sum with this piece.
-        result: Result<u32, String>,
-    },
-    /// The memory of an extent is with the kernel.
-    GivenBack(ExtentId),
-    /// They are copied, or not.
-    Copied {
-        /// Of which job.
-        ticket: u64,
-        /// The copy.
-        result: Result<ReadOnlyCopy, String>,
-    },
-    /// Stored prefixes were read or written, or not.
-    Stored(Finished),
-}
-
-impl Job {
-    /// Does it. This is all that a worker does.
-    pub fn run(self, heap: &dyn Heap) -> Done {
-        match self {
-            Job::Scrub { ticket, pieces } => {
-                let zero = |(buffer, range): (Arc<Buffer>, Range<u64>)| buffer.zero(range);
-                let result = pieces.into_iter().try_for_each(zero).map_err(|e| e.to_string());
-                Done::Scrubbed { ticket, result }
-            }
-            Job::Renew { extent, old: Some(old), .. } => Done::Renewed { extent, result: heap.renew(old) },
-            Job::Renew { extent, old: None, bytes } => {
-                Done::Renewed { extent, result: Renewal::of(heap.allocate(bytes)) }
-            }
-            Job::Window { ticket, making } => Done::Window { ticket, result: making.run() },
-            Job::Sum { block, buffer, piece, sum } => {
-                Done::Summed { block, result: buffer.checksum(piece, sum).map_err(|e| e.to_string()) }
-            }
-            // What was lent is not taken from whoever needs it more: a pool that is too small works, a machine that is
-            // out of memory kills somebody.
-            Job::Allocate { bytes } => {
-                Done::Allocated(heap.has_room(bytes).and_then(|()| heap.allocate(bytes)))
-            }
-            Job::GiveBack { extent, buffer } => {
-                lent::give_back(buffer);
-                Done::GivenBack(extent)
-            }
-            Job::Copy { ticket, pieces } => {
-                Done::Copied { ticket, result: ReadOnlyCopy::of(&pieces).map_err(|e| e.to_string()) }
-            }
-            Job::Store(order) => Done::Stored(order.run()),
-        }
-    }
 }
 
 /// A refusal: whose fault, numbers, and words.
@@ -581,7 +390,7 @@ pub struct Broker {
     /// Descriptors that the reply being made will carry.
     fresh_descriptors: BTreeSet<ExtentId>,
     tables: tables::Tables,
-    books: books::Books,
+    audit: audit::Audit,
     next_ticket: u64,
     recorder: VecDeque<(ClientId, Verb, u64)>,
     frozen: bool,
@@ -663,7 +472,7 @@ impl Broker {
             windows: window::Windows::default(),
             fresh_descriptors: BTreeSet::new(),
             tables: tables::Tables::default(),
-            books: books::Books::default(),
+            audit: audit::Audit::default(),
             next_ticket: 1,
             recorder: VecDeque::with_capacity(RECORDER),
             frozen: false,
@@ -851,13 +660,7 @@ impl Broker {
         let mut message = Writer::start(opcode | wire::REPLY, why.fault as u16, sequence, 0);
         message.put(&wire::Refusal { needed: why.needed.into(), available: why.available.into() });
         message.put(why.text.as_bytes());
-        Output {
-            to: client,
-            message: message.finish(),
-            buffers: Vec::new(),
-            descriptors: Vec::new(),
-            last: false,
-        }
+        Output::plain(client, message)
     }
 
     fn refuse(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) {
@@ -868,6 +671,13 @@ impl Broker {
     fn hang_up(&mut self, client: ClientId, opcode: u16, sequence: u64, why: &Refused) {
         let output = self.refusal(client, opcode & !wire::EVENT, sequence, why);
         self.outbox.push_back(Output { last: true, ..output });
+    }
+
+    /// Sends an event, about one of the client's sessions or (0) about none.
+    fn tell(&mut self, to: ClientId, event: Event, session: u64, body: &(impl IntoBytes + Immutable)) {
+        let mut message = Writer::start(wire::EVENT | event as u16, 0, 0, session);
+        message.put(body);
+        self.outbox.push_back(Output::plain(to, message));
     }
 
     /// Whether the client has a request that is not answered yet: the driver reads no more of it until then.
@@ -962,137 +772,10 @@ impl Broker {
         }
         self.order_sum();
         self.recall_for_waiting();
-        self.books.changed();
+        self.audit.changed();
         self.watch_idle();
         if self.policy.audit {
             self.check_some();
-        }
-    }
-
-    /// Checks every invariant, however long that takes: see [`check_some`](Self::check_some). A violation is logged with the last requests and stops new grants; releases go on.
-    pub fn check(&mut self) {
-        if self.frozen {
-            return;
-        }
-        if let Err(what) = self.verify() {
-            self.frozen = true;
-            log::error!("the broker's books do not add up: {what}; no more grants until a restart");
-            for (client, verb, session) in &self.recorder {
-                log::error!("before that: client {} {} session {session}", client.0, verb.name());
-            }
-        }
-    }
-
-    /// Counts everything anew. The error says what does not add up.
-    pub fn verify(&self) -> Result<(), String> {
-        self.verify_state()?;
-        let pool = &self.state.pool;
-        let absent = (pool.renewing() + pool.quarantined()) as usize;
-        if self.buffers.len() + absent + pool.lent() as usize != pool.extents().len() {
-            return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
-        }
-        if (self.kept_extents() as u32) < pool.quarantined() || self.kept_extents() > absent {
-            return Err(format!(
-                "{} buffers kept, {} in quarantine",
-                self.kept_extents(),
-                pool.quarantined()
-            ));
-        }
-        if tables::Tables::count(self.state.sessions.values()) != self.tables {
-            return Err("the count of table entries differs from the tables".into());
-        }
-        self.check_loans()?;
-        self.check_copies()?;
-        self.check_alone()?;
-        self.check_consent()
-    }
-
-    /// The part of it that a record can be held to: all but the buffers, and what a restart forgets.
-    fn verify_state(&self) -> Result<(), String> {
-        let State { pool, formats, sessions, prefixes, .. } = &self.state;
-        pool.check()?;
-        if let Some((id, _)) =
-            pool.extents().iter().find(|(_, e)| e.owned().is_some_and(|o| !formats.contains_key(&o.format)))
-        {
-            return Err(format!("{id} holds blocks of no format"));
-        }
-        let mut refs: BTreeMap<_, u32> = BTreeMap::new();
-        for (id, s) in sessions {
-            self.check_session(*id, s)?;
-            for (at, block) in s.table.iter().enumerate() {
-                self.check_entry(*id, s, at, *block)?;
-                if !block.place.extent.is_copy() {
-                    *refs.entry(block.place).or_default() += 1;
-                }
-            }
-        }
-        for (place, windows) in self.window_refs()? {
-            *refs.entry(place).or_default() += windows;
-        }
-        for (&extent, e) in pool.extents().iter() {
-            for (slot, s) in e.owned().iter().flat_map(|o| o.slots.iter().enumerate()) {
-                let place = Place { extent, slot: slot as u32 };
-                check_slot(place, s, e, Some(refs.get(&place).copied().unwrap_or(0)))?;
-            }
-        }
-        for (_, block, _, pinned) in prefixes.iter() {
-            match pool.check_claim(block) {
-                Ok(Block::Held { sealed: true, pinned: p, .. }) if p == pinned => {}
-                other => return Err(format!("the prefix index names {block}: {other:?}, pinned {pinned}")),
-            }
-        }
-        prefixes.check()?;
-        for (name, block, _, _) in prefixes.iter() {
-            let cached = pool.slot(block.place).is_some_and(|s| s.block.is_cached());
-            if cached != prefixes.is_idle(name) {
-                return Err(format!("{block} is cached: {cached}, by the index {}", !cached));
-            }
-        }
-        let cached: u64 =
-            pool.extents().values().filter_map(|e| e.owned()).map(|o| u64::from(o.cached)).sum();
-        if prefixes.iter().filter(|(name, ..)| prefixes.is_idle(name)).count() as u64 != cached {
-            return Err(format!("{cached} blocks are cached that nobody can find"));
-        }
-        self.check_promises()
-    }
-
-    /// What is true of a session whatever is in its table.
-    fn check_session(&self, id: SessionId, s: &Session) -> Result<(), String> {
-        let (end, sealed) = (u64::from(s.head) + s.table.len() as u64, s.names.len() as u64);
-        let known = self.state.formats.contains_key(&s.format);
-        if end.max(u64::from(s.names_from) + sealed) > u32::MAX.into() || !known {
-            return Err(format!("{id} has {end} blocks, {sealed} of them sealed, of format {}", s.format.0));
-        }
-        let youngest = self.state.session_numbers.get(&id.tenant);
-        if id.tenant != s.tenant
-            || youngest.is_none_or(|n| id.number > *n)
-            || s.born > self.state.sessions_born
-        {
-            return Err(format!("{id} of uid {} has a number that was never given", s.tenant.0));
-        }
-        if !self.state.clients.get(&s.client).is_some_and(|c| c.sessions.contains(&id)) {
-            return Err(format!("{id} is on no connection"));
-        }
-        Ok(())
-    }
-
-    /// What is true of one entry of its table.
-    fn check_entry(&self, id: SessionId, s: &Session, at: usize, block: BlockId) -> Result<(), String> {
-        if block.place.extent.is_copy() {
-            return match self.state.common.is_held(block, s.client) {
-                true => Ok(()),
-                false => Err(format!("{id} has {block} of a copy in its table, which it has not got")),
-            };
-        }
-        let sealed_by_session = at < s.sealed().saturating_sub(s.head) as usize;
-        match self.state.pool.check_claim(block) {
-            Ok(Block::Held { sealed, .. }) if self.state.pool.is_holder(block.place.extent, s.client) => {
-                match sealed_by_session && !sealed {
-                    true => Err(format!("{id} counts {block} as sealed")),
-                    false => Ok(()),
-                }
-            }
-            other => Err(format!("{id} has {block} in its table: {other:?}")),
         }
     }
 
@@ -1180,14 +863,8 @@ impl Broker {
     /// Tells every client that the broker goes away.
     pub fn say_goodbye(&mut self) {
         for &to in self.state.clients.keys() {
-            let message = Writer::start(wire::EVENT | wire::Event::Goodbye as u16, 0, 0, 0).finish();
-            self.outbox.push_back(Output {
-                to,
-                message,
-                buffers: Vec::new(),
-                descriptors: Vec::new(),
-                last: true,
-            });
+            let message = Writer::start(wire::EVENT | wire::Event::Goodbye as u16, 0, 0, 0);
+            self.outbox.push_back(Output { last: true, ..Output::plain(to, message) });
         }
     }
 
@@ -1196,19 +873,6 @@ impl Broker {
         let slot_bytes = profile.slot_bytes(0, page_bytes() as u64);
         let fit = (self.state.pool.extent_bytes() / slot_bytes) as u32;
         Cut { format, slot_bytes, slots: if self.policy.one_block_per_extent { fit.min(1) } else { fit } }
-    }
-}
-
-/// What is true of one place; `stands`: in how many tables and under how many windows it stands, if that is known.
-fn check_slot(place: Place, s: &Slot, e: &Extent, stands: Option<u32>) -> Result<(), String> {
-    match (s.block, stands) {
-        (Block::Held { refs, .. }, Some(stands)) if refs != stands => {
-            Err(format!("{place:?} counts {refs} tables, it stands in {stands}"))
-        }
-        (Block::Credit(client), _) if !e.holders.contains(&client) => {
-            Err(format!("{place:?} is credit of client {}, which has not its extent", client.0))
-        }
-        _ => Ok(()),
     }
 }
 

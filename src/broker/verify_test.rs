@@ -234,7 +234,7 @@ fn one_call_visits_no_more_than_its_bound_however_many_blocks_tables_name() {
         let (mut calls, mut visited) = (0, 0);
         loop {
             let checked = b.check_some();
-            assert!(checked.visited <= super::books::PER_CALL, "{checked:?}");
+            assert!(checked.visited <= super::audit::PER_CALL, "{checked:?}");
             (calls, visited) = (calls + 1, visited + checked.visited);
             if checked.through {
                 break;

@@ -10,23 +10,25 @@
 //! - a device belongs to the tenant whose address space it is bound to, until it can be bound anew: no descriptor of it is
 //!   open then, whoever had one, and the broker's own it closes for that when another tenant asks.
 
+mod making;
+
 use std::collections::{BTreeMap, BTreeSet};
-use std::ops::RangeInclusive;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
 use std::sync::Arc;
 use std::time::Duration;
 
 use serde::{Deserialize, Serialize};
 
+pub use making::{Declined, Made, Making, Piece};
+
 use super::{Answer, Broker, Job, Refused, Reply, Waiting};
-use crate::heap::{Backend, Buffer, Heap, HeapError};
+use crate::heap::{Backend, Buffer};
 use crate::id::{BlockId, ClientId, ExtentId, Place, SessionId, Tenant};
 use crate::map::page_bytes;
 use crate::pool::Block;
 use crate::profile::Kv;
-use crate::window::iommu::{Device, Handle, IommuError, Mapping, Space};
+use crate::window::iommu::{Device, Handle, Mapping, Space};
 use crate::window::iova::Iovas;
-use crate::window::udmabuf::{Range, Udmabuf, UdmabufError};
 use crate::window::{Access, How, Means, Part, Span, What, join};
 use crate::wire::{self, Fault, MAX_BLOCKS, Reader, Verb};
 
@@ -73,102 +75,6 @@ impl Hold {
 
     pub(super) fn extents(&self) -> impl Iterator<Item = ExtentId> + '_ {
         self.blocks.iter().map(|b| b.place.extent)
-    }
-}
-
-/// A piece of the pool, for the worker.
-#[derive(Debug)]
-pub struct Piece {
-    buffer: Arc<Buffer>,
-    offset: u64,
-    bytes: u64,
-}
-
-/// What the worker does for windows.
-#[derive(Debug)]
-pub enum Making {
-    /// A udmabuf over pieces.
-    Join(Arc<Udmabuf>, Vec<Piece>),
-    /// The device, bound to a new address space, or to the tenant's own again. The broker's descriptors of earlier bindings
-    /// are closed before, so that the kernel's refusal says that somebody else has one.
-    Bind(Arc<Device>, Option<Arc<Space>>, Vec<Handle>),
-    /// Pieces at consecutive device addresses; `true` for those that the device may write.
-    Map(Arc<Space>, u64, Vec<(Vec<Piece>, bool)>),
-    /// The opposite.
-    Unmap(Arc<Space>, Vec<Mapping>),
-    /// A staging buffer.
-    Stage(Arc<dyn Heap>, u64),
-}
-
-/// What came of it.
-#[derive(Debug)]
-pub enum Made {
-    /// The dma-buf.
-    Joined(OwnedFd),
-    /// The address space, the device in it, and the addresses that can be used.
-    Bound(Arc<Space>, Handle, Vec<RangeInclusive<u64>>),
-    /// In the order of the pieces.
-    Mapped(Vec<Mapping>),
-    /// Nothing reaches them any more.
-    Unmapped,
-    /// The buffer.
-    Staged(Buffer),
-}
-
-impl Piece {
-    fn range(&self) -> Option<Range<'_>> {
-        Some(Range { memfd: self.buffer.memfd()?, offset: self.offset, bytes: self.bytes })
-    }
-}
-
-fn ranges(pieces: &[Piece]) -> Result<Vec<Range<'_>>, Declined> {
-    let ranges = pieces.iter().map(Piece::range).collect::<Option<_>>();
-    ranges.ok_or_else(|| Declined::new(Fault::BrokerFault, "an extent is no memfd"))
-}
-
-impl Making {
-    /// Does it.
-    pub(super) fn run(self) -> Result<Made, Declined> {
-        match self {
-            Making::Join(udmabuf, pieces) => Ok(Made::Joined(udmabuf.create(&ranges(&pieces)?)?)),
-            Making::Bind(device, space, earlier) => {
-                drop(earlier);
-                let space = space.map_or_else(|| Space::new(&device).map(Arc::new), Ok)?;
-                let handle = device.bind(&space)?;
-                let allowed = space.ranges()?;
-                Ok(Made::Bound(space, handle, allowed))
-            }
-            Making::Map(space, iova, segments) => {
-                let mut mapped: Vec<Mapping> = Vec::new();
-                let mut at = iova;
-                for (pieces, writable) in &segments {
-                    let one = ranges(pieces).and_then(|r| Ok(space.map(&r, at, *writable)?));
-                    match one {
-                        Ok(mapping) => {
-                            at += mapping.bytes;
-                            mapped.push(mapping);
-                        }
-                        Err(e) => {
-                            for mapping in &mapped {
-                                if let Err(e) = space.unmap(mapping) {
-                                    // The pages stay pinned and reachable: the process ends rather than re-use them.
-                                    panic!(
-                                        "taking back a range of device addresses that was just mapped: {e}"
-                                    );
-                                }
-                            }
-                            return Err(e);
-                        }
-                    }
-                }
-                Ok(Made::Mapped(mapped))
-            }
-            Making::Unmap(space, mappings) => {
-                mappings.iter().try_for_each(|m| space.unmap(m))?;
-                Ok(Made::Unmapped)
-            }
-            Making::Stage(heap, bytes) => Ok(Made::Staged(heap.allocate(bytes)?)),
-        }
     }
 }
 
@@ -273,47 +179,6 @@ impl Windows {
 pub(super) struct Resume {
     pub declined: Vec<(How, Declined)>,
     pub ready: Option<u64>,
-}
-
-/// Why a way is not taken.
-#[derive(Debug, Clone, PartialEq, Eq)]
-pub struct Declined {
-    fault: Fault,
-    text: String,
-}
-
-impl Declined {
-    fn new(fault: Fault, text: impl Into<String>) -> Self {
-        Declined { fault, text: text.into() }
-    }
-}
-
-impl From<HeapError> for Declined {
-    fn from(e: HeapError) -> Self {
-        Declined::new(Fault::Busy, e.to_string())
-    }
-}
-
-impl From<UdmabufError> for Declined {
-    fn from(e: UdmabufError) -> Self {
-        let fault = match e {
-            UdmabufError::TooManyRanges { .. } | UdmabufError::TooLarge { .. } => Fault::OverLimit,
-            UdmabufError::Missing { .. } | UdmabufError::Open { .. } | UdmabufError::Create { .. } => {
-                Fault::BrokerFault
-            }
-        };
-        Declined::new(fault, e.to_string())
-    }
-}
-
-impl From<IommuError> for Declined {
-    fn from(e: IommuError) -> Self {
-        let fault = match e {
-            IommuError::InUse { .. } => Fault::Busy,
-            IommuError::Open { .. } | IommuError::Call { .. } | IommuError::Map { .. } => Fault::BrokerFault,
-        };
-        Declined::new(fault, e.to_string())
-    }
 }
 
 /// How it goes on.
@@ -561,7 +426,7 @@ impl Broker {
 
     fn make_run(&mut self, wish: &Wish) -> Result<Next, Declined> {
         let backend = self.heap.backend();
-        if !matches!(backend, Backend::DmaHeap | Backend::Udmabuf) {
+        if !backend.is_dma_buf() {
             let text = format!("extents of a {backend} pool are no dma-bufs, so no device imports them");
             return Err(Declined::new(Fault::BadRequest, text));
         }

@@ -63,7 +63,7 @@ impl Arena {
     }
 
     fn places(&self) -> MutexGuard<'_, Places> {
-        self.places.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        super::lock(&self.places)
     }
 
     /// The start of the range.

@@ -80,7 +80,7 @@ impl Embedded {
     }
 
     fn inside(&self) -> MutexGuard<'_, Inside> {
-        self.shared.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        super::lock(&self.shared)
     }
 
     /// Looks at the broker, or checks it.

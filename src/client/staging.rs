@@ -75,7 +75,7 @@ impl Staging {
     }
 
     fn queue(&self) -> MutexGuard<'_, Queue> {
-        self.queue.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        super::lock(&self.queue)
     }
 
     /// A half, when it is this caller's turn. One that `has` a half already is told `None` instead of waiting.

@@ -282,17 +282,18 @@ impl Server {
         }
         let watchdog = self.watchdog.map(|w| (w / 2).saturating_sub(last_watchdog.elapsed()));
         let breather = (!self.crowded.is_empty()).then_some(BREATHER);
-        let pause = self.paused_until.map(|t| t.saturating_duration_since(Instant::now()));
-        // Only while something is in quarantine or missing, or a closed window may still be held.
-        let wake = self.broker.next_wake().map(|t| t.saturating_duration_since(Instant::now()));
-        let watch = self.watch.due().map(|t| t.saturating_duration_since(Instant::now()));
-        let recheck = self.recheck_at.map(|t| t.saturating_duration_since(Instant::now()));
-        let look = self.pressure.next_look(self.needs());
-        let look = look.map(|t| t.saturating_duration_since(Instant::now()));
-        // Only while somebody is connected who has not said hello.
-        let silent = self.silent.first().map(|(by, _)| by.saturating_duration_since(Instant::now()));
-        let soonest =
-            [watchdog, breather, pause, wake, watch, recheck, look, silent].into_iter().flatten().min();
+        let due = [
+            self.paused_until,
+            // Only while something is in quarantine or missing, or a closed window may still be held.
+            self.broker.next_wake(),
+            self.watch.due(),
+            self.recheck_at,
+            self.pressure.next_look(self.needs()),
+            // Only while somebody is connected who has not said hello.
+            self.silent.first().map(|(by, _)| *by),
+        ];
+        let due = due.into_iter().flatten().min().map(|t| t.saturating_duration_since(Instant::now()));
+        let soonest = [watchdog, breather, due].into_iter().flatten().min();
         let ms = |d: Duration| u16::try_from(d.as_millis() + 1).unwrap_or(u16::MAX);
         soonest.map_or(EpollTimeout::NONE, |d| EpollTimeout::from(ms(d)))
     }

@@ -51,6 +51,18 @@ pub enum Backend {
 }
 
 impl Backend {
+    /// All of them.
+    const ALL: [Backend; 4] = [Backend::DmaHeap, Backend::Memfd, Backend::Imaginary, Backend::Udmabuf];
+
+    /// Whether an extent's descriptor is a dma-buf: devices import it, the kernel counts its holders, and CPU caches are told
+    /// when it is written.
+    pub fn is_dma_buf(self) -> bool {
+        match self {
+            Backend::DmaHeap | Backend::Udmabuf => true,
+            Backend::Memfd | Backend::Imaginary => false,
+        }
+    }
+
     /// The number that the protocol uses.
     pub fn code(self) -> u32 {
         match self {
@@ -63,8 +75,7 @@ impl Backend {
 
     /// The backend that a number of the protocol means.
     pub fn from_code(code: u32) -> Option<Self> {
-        let all = [Backend::DmaHeap, Backend::Memfd, Backend::Imaginary, Backend::Udmabuf];
-        all.into_iter().find(|b| b.code() == code)
+        Backend::ALL.into_iter().find(|b| b.code() == code)
     }
 }
 
@@ -292,7 +303,7 @@ impl Buffer {
         }
         write(map);
         #[cfg(feature = "daemon")]
-        if matches!(self.backend, Backend::DmaHeap | Backend::Udmabuf) {
+        if self.backend.is_dma_buf() {
             self.fd().map_or(Ok(()), dma::end_cpu_write)?;
         }
         Ok(())

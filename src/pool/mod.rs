@@ -9,7 +9,7 @@
 
 mod books;
 mod extent;
-mod extents;
+mod extent_map;
 mod ledger;
 
 use std::collections::{BTreeMap, BTreeSet};
@@ -19,7 +19,7 @@ use thiserror::Error;
 
 use books::Books;
 pub use extent::{Block, Extent, Owned, Slot, Use};
-pub use extents::Extents;
+pub use extent_map::ExtentMap;
 pub use ledger::{Account, Ledger};
 
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
@@ -85,7 +85,7 @@ pub struct Taken {
 pub struct Pool {
     extent_bytes: u64,
     next: u32,
-    extents: Extents,
+    extents: ExtentMap,
     // What follows is derived from the extents, so that a look-up need not search them.
     books: Books,
     clean: BTreeSet<ExtentId>,
@@ -157,7 +157,7 @@ impl Pool {
         Pool {
             extent_bytes,
             next: 1,
-            extents: Extents::default(),
+            extents: ExtentMap::default(),
             books: Books::default(),
             clean: BTreeSet::new(),
             dirty: BTreeSet::new(),
@@ -185,7 +185,7 @@ impl Pool {
     }
 
     /// All extents.
-    pub fn extents(&self) -> &Extents {
+    pub fn extents(&self) -> &ExtentMap {
         &self.extents
     }
 

@@ -409,7 +409,7 @@ impl Inner {
     }
 
     fn table_anyway(&self) -> MutexGuard<'_, Table> {
-        self.table.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
+        super::lock(&self.table)
     }
 
     fn notify(&self, notice: &Notice) {

@@ -1,4 +1,4 @@
-//! The check of the books a piece at a time, so that nobody waits for it long.
+//! The check of the books: as a whole, and a piece at a time, so that nobody waits for it long.
 //!
 //! Owns where the check is. Invariants:
 //! - one call of [`Broker::check_some`] visits at most [`PER_CALL`] things (entries of tables, blocks under windows,
@@ -15,9 +15,9 @@
 use std::collections::BTreeMap;
 use std::ops::Range;
 
-use super::{Broker, check_slot};
+use super::{Broker, Session, State, tables};
 use crate::id::{BlockId, ExtentId, Place, SessionId};
-use crate::pool::{Account, Block, Extent, Ledger, Owned, Use};
+use crate::pool::{Account, Block, Extent, Ledger, Owned, Slot, Use};
 
 /// Things that one call visits at most. A pool of 256M that is full of the reference model's blocks has some 2700, so there
 /// one call is all of it.
@@ -34,7 +34,7 @@ pub struct Checked {
 
 /// See the module.
 #[derive(Debug, Default)]
-pub(super) struct Books {
+pub(super) struct Audit {
     /// Counts the ends of changes: between two moments with the same count nothing has been changed.
     changes: u64,
     sweep: Option<Sweep>,
@@ -42,7 +42,7 @@ pub(super) struct Books {
     false_alarms: u64,
 }
 
-impl Books {
+impl Audit {
     /// Something may have changed.
     pub fn changed(&mut self) {
         self.changes += 1;
@@ -93,6 +93,133 @@ impl Counts {
 }
 
 impl Broker {
+    /// Checks every invariant, however long that takes: see [`check_some`](Self::check_some). A violation is logged with the last requests and stops new grants; releases go on.
+    pub fn check(&mut self) {
+        if self.frozen {
+            return;
+        }
+        if let Err(what) = self.verify() {
+            self.frozen = true;
+            log::error!("the broker's books do not add up: {what}; no more grants until a restart");
+            for (client, verb, session) in &self.recorder {
+                log::error!("before that: client {} {} session {session}", client.0, verb.name());
+            }
+        }
+    }
+
+    /// Counts everything anew. The error says what does not add up.
+    pub fn verify(&self) -> Result<(), String> {
+        self.verify_state()?;
+        let pool = &self.state.pool;
+        let absent = (pool.renewing() + pool.quarantined()) as usize;
+        if self.buffers.len() + absent + pool.lent() as usize != pool.extents().len() {
+            return Err(format!("{} buffers for {} extents", self.buffers.len(), pool.extents().len()));
+        }
+        if (self.kept_extents() as u32) < pool.quarantined() || self.kept_extents() > absent {
+            return Err(format!(
+                "{} buffers kept, {} in quarantine",
+                self.kept_extents(),
+                pool.quarantined()
+            ));
+        }
+        if tables::Tables::count(self.state.sessions.values()) != self.tables {
+            return Err("the count of table entries differs from the tables".into());
+        }
+        self.check_loans()?;
+        self.check_copies()?;
+        self.check_alone()?;
+        self.check_consent()
+    }
+
+    /// The part of it that a record can be held to: all but the buffers, and what a restart forgets.
+    pub(super) fn verify_state(&self) -> Result<(), String> {
+        let State { pool, formats, sessions, prefixes, .. } = &self.state;
+        pool.check()?;
+        if let Some((id, _)) =
+            pool.extents().iter().find(|(_, e)| e.owned().is_some_and(|o| !formats.contains_key(&o.format)))
+        {
+            return Err(format!("{id} holds blocks of no format"));
+        }
+        let mut refs: BTreeMap<_, u32> = BTreeMap::new();
+        for (id, s) in sessions {
+            self.check_session(*id, s)?;
+            for (at, block) in s.table.iter().enumerate() {
+                self.check_entry(*id, s, at, *block)?;
+                if !block.place.extent.is_copy() {
+                    *refs.entry(block.place).or_default() += 1;
+                }
+            }
+        }
+        for (place, windows) in self.window_refs()? {
+            *refs.entry(place).or_default() += windows;
+        }
+        for (&extent, e) in pool.extents().iter() {
+            for (slot, s) in e.owned().iter().flat_map(|o| o.slots.iter().enumerate()) {
+                let place = Place { extent, slot: slot as u32 };
+                check_slot(place, s, e, Some(refs.get(&place).copied().unwrap_or(0)))?;
+            }
+        }
+        for (_, block, _, pinned) in prefixes.iter() {
+            match pool.check_claim(block) {
+                Ok(Block::Held { sealed: true, pinned: p, .. }) if p == pinned => {}
+                other => return Err(format!("the prefix index names {block}: {other:?}, pinned {pinned}")),
+            }
+        }
+        prefixes.check()?;
+        for (name, block, _, _) in prefixes.iter() {
+            let cached = pool.slot(block.place).is_some_and(|s| s.block.is_cached());
+            if cached != prefixes.is_idle(name) {
+                return Err(format!("{block} is cached: {cached}, by the index {}", !cached));
+            }
+        }
+        let cached: u64 =
+            pool.extents().values().filter_map(|e| e.owned()).map(|o| u64::from(o.cached)).sum();
+        if prefixes.iter().filter(|(name, ..)| prefixes.is_idle(name)).count() as u64 != cached {
+            return Err(format!("{cached} blocks are cached that nobody can find"));
+        }
+        self.check_promises()
+    }
+
+    /// What is true of a session whatever is in its table.
+    fn check_session(&self, id: SessionId, s: &Session) -> Result<(), String> {
+        let (end, sealed) = (u64::from(s.head) + s.table.len() as u64, s.names.len() as u64);
+        let known = self.state.formats.contains_key(&s.format);
+        if end.max(u64::from(s.names_from) + sealed) > u32::MAX.into() || !known {
+            return Err(format!("{id} has {end} blocks, {sealed} of them sealed, of format {}", s.format.0));
+        }
+        let youngest = self.state.session_numbers.get(&id.tenant);
+        if id.tenant != s.tenant
+            || youngest.is_none_or(|n| id.number > *n)
+            || s.born > self.state.sessions_born
+        {
+            return Err(format!("{id} of uid {} has a number that was never given", s.tenant.0));
+        }
+        if !self.state.clients.get(&s.client).is_some_and(|c| c.sessions.contains(&id)) {
+            return Err(format!("{id} is on no connection"));
+        }
+        Ok(())
+    }
+
+    /// What is true of one entry of its table.
+    fn check_entry(&self, id: SessionId, s: &Session, at: usize, block: BlockId) -> Result<(), String> {
+        if block.place.extent.is_copy() {
+            return match self.state.common.is_held(block, s.client) {
+                true => Ok(()),
+                false => Err(format!("{id} has {block} of a copy in its table, which it has not got")),
+            };
+        }
+        let sealed_by_session = at < s.sealed().saturating_sub(s.head) as usize;
+        match self.state.pool.check_claim(block) {
+            Ok(Block::Held { sealed, .. }) if self.state.pool.is_holder(block.place.extent, s.client) => {
+                match sealed_by_session && !sealed {
+                    true => Err(format!("{id} counts {block} as sealed")),
+                    false => Ok(()),
+                }
+            }
+            other => Err(format!("{id} has {block} in its table: {other:?}")),
+        }
+    }
+
     /// Checks all invariants if that is little work, else some of them, and goes on there when it is called again. Like
     /// [`check`](Self::check) it logs what is violated, and stops new grants.
     pub fn check_some(&mut self) -> Checked {
@@ -102,12 +229,12 @@ impl Broker {
     /// The same with another bound than [`PER_CALL`].
     pub(super) fn check_at_most(&mut self, most: usize) -> Checked {
         let size = self.size_of_books();
-        if self.frozen || (self.books.sweep.is_none() && size <= most) {
+        if self.frozen || (self.audit.sweep.is_none() && size <= most) {
             self.check();
             return Checked { visited: if self.frozen { 0 } else { size }, through: true };
         }
-        let now = self.books.changes;
-        let mut sweep = self.books.sweep.take().unwrap_or_else(|| Sweep {
+        let now = self.audit.changes;
+        let mut sweep = self.audit.sweep.take().unwrap_or_else(|| Sweep {
             at: At::Table(SessionId::FIRST, 0),
             since: now,
             sums: Some(Sums::default()),
@@ -119,13 +246,13 @@ impl Broker {
         let mut left = most;
         match self.sweep(&mut sweep, &mut left) {
             Ok(through) => {
-                self.books.sweep = (!through).then_some(sweep);
+                self.audit.sweep = (!through).then_some(sweep);
                 Checked { visited: most - left, through }
             }
             Err(what) => {
                 self.check();
                 if !self.frozen {
-                    self.books.false_alarms += 1;
+                    self.audit.false_alarms += 1;
                     log::warn!("a part of the check found that {what}; all of it, counted anew, adds up");
                 }
                 Checked { visited: most - left, through: true }
@@ -136,12 +263,12 @@ impl Broker {
     /// Suspicions so far that the whole check did not share: each one is a fault of the sweep.
     #[cfg(test)]
     pub(super) fn false_alarms(&self) -> u64 {
-        self.books.false_alarms
+        self.audit.false_alarms
     }
 
     /// Whether a sweep has begun and is not through.
     pub fn is_checking(&self) -> bool {
-        self.books.sweep.is_some()
+        self.audit.sweep.is_some()
     }
 
     /// Things that the whole check visits.
@@ -282,7 +409,7 @@ impl Broker {
         slots: Range<usize>,
     ) -> Result<(), String> {
         if slots.start == 0 {
-            sweep.extent = (self.books.changes, Counts::default());
+            sweep.extent = (self.audit.changes, Counts::default());
         }
         for slot in slots.clone() {
             let place = Place { extent: id, slot: slot as u32 };
@@ -302,7 +429,7 @@ impl Broker {
         }
         let (since, counted) = sweep.extent;
         let said = Counts([o.free, o.cached, o.suspect]);
-        match since == self.books.changes && counted != said {
+        match since == self.audit.changes && counted != said {
             true => Err(format!(
                 "{id} counts {:?} places that are free, cached, suspect; it has {:?}",
                 said.0, counted.0
@@ -349,6 +476,19 @@ impl Broker {
             true => Ok(()),
             false => Err(format!("ledger {:?}, counted {:?}", self.state.pool.ledger(), sums.ledger)),
         }
+    }
+}
+
+/// What is true of one place; `stands`: in how many tables and under how many windows it stands, if that is known.
+fn check_slot(place: Place, s: &Slot, e: &Extent, stands: Option<u32>) -> Result<(), String> {
+    match (s.block, stands) {
+        (Block::Held { refs, .. }, Some(stands)) if refs != stands => {
+            Err(format!("{place:?} counts {refs} tables, it stands in {stands}"))
+        }
+        (Block::Credit(client), _) if !e.holders.contains(&client) => {
+            Err(format!("{place:?} is credit of client {}, which has not its extent", client.0))
+        }
+        _ => Ok(()),
     }
 }
 

@@ -14,14 +14,14 @@ use crate::id::ExtentId;
 
 /// All extents of a pool.
 #[derive(Debug, Clone, Default)]
-pub struct Extents {
+pub struct ExtentMap {
     kept: Slab<Extent>,
     /// Ids are the broker's own, counted up: the hash needs no key.
     at: std::collections::HashMap<ExtentId, usize, RandomState>,
     in_order: BTreeMap<ExtentId, usize>,
 }
 
-impl Extents {
+impl ExtentMap {
     /// How many there are.
     pub fn len(&self) -> usize {
         self.kept.len()
@@ -78,7 +78,7 @@ impl Extents {
     }
 }
 
-impl Index<&ExtentId> for Extents {
+impl Index<&ExtentId> for ExtentMap {
     type Output = Extent;
     fn index(&self, id: &ExtentId) -> &Extent {
         self.get(id).expect("callers name extents of the pool")
@@ -86,24 +86,24 @@ impl Index<&ExtentId> for Extents {
 }
 
 /// Where they are kept is no part of what they are.
-impl PartialEq for Extents {
+impl PartialEq for ExtentMap {
     fn eq(&self, other: &Self) -> bool {
         self.len() == other.len() && self.iter().eq(other.iter())
     }
 }
 
-impl Eq for Extents {}
+impl Eq for ExtentMap {}
 
-impl From<BTreeMap<ExtentId, Extent>> for Extents {
+impl From<BTreeMap<ExtentId, Extent>> for ExtentMap {
     fn from(all: BTreeMap<ExtentId, Extent>) -> Self {
-        let mut extents = Extents::default();
+        let mut extents = ExtentMap::default();
         all.into_iter().for_each(|(id, extent)| extents.insert(id, extent));
         extents
     }
 }
 
-impl From<Extents> for BTreeMap<ExtentId, Extent> {
-    fn from(mut extents: Extents) -> Self {
+impl From<ExtentMap> for BTreeMap<ExtentId, Extent> {
+    fn from(mut extents: ExtentMap) -> Self {
         let in_order = std::mem::take(&mut extents.in_order);
         in_order.into_iter().map(|(id, at)| (id, extents.kept.remove(at))).collect()
     }
