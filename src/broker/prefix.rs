@@ -11,7 +11,7 @@
 //!   otherwise: whoever goes on after a prefix reads the last window of it only, so a block needs none of those before it,
 //!   and of a chain goes first what was let go first, which is its start;
 //! - a block is found, taken and let go in constant time, but for the ends of chains, which have their place in an order, and
-//!   for a walk up a chain when its last holder of a branch comes or goes.
+//!   for a walk up a chain when the last holder of a branch comes or goes without one of what is before it.
 
 pub mod chains;
 mod order;
@@ -445,14 +445,24 @@ impl Prefixes {
     }
 
     fn remove(&mut self, at: At) -> BlockId {
-        // As if held: then nothing counts it as evictable any more, and its parent counts it as one that is not.
-        self.change(at, |node| node.idle = false);
-        let up = self.tree[at].up();
-        let entry = self.tree.remove(at);
-        self.order.leave(entry.account);
+        let Prefixes { tree, order, policy, .. } = self;
+        let entry = &tree[at];
+        let (account, up, evictable) = (entry.account, entry.up(), entry.is_evictable());
+        if entry.listed {
+            order.unlist(account, policy.rank(&entry.node), at);
+        }
+        if evictable {
+            order.count(account, false);
+        }
+        let entry = tree.remove(at);
+        order.leave(account);
         if let Some(up) = up {
             self.relist(up);
-            self.count_child(up, -1);
+            // What could be evicted kept nothing before it from being so: then a long chain goes in as many steps as it has
+            // blocks.
+            if !evictable {
+                self.count_child(up, -1);
+            }
         }
         entry.node.block
     }
@@ -690,6 +700,26 @@ mod tests {
         assert_eq!(index.evict_at(block(3).place), [], "5 is held");
         index.let_go(block(5).place);
         assert_eq!(index.evict_at(block(3).place), [block(5), block(4), block(3)]);
+        index.check().unwrap();
+    }
+
+    /// If each eviction walked up the chain, this would take minutes.
+    #[test]
+    fn a_long_chain_is_evicted_in_as_many_steps_as_it_has_blocks() {
+        const LONG: u32 = 200_000;
+        let name = |n: u32| -> Digest { child(&[0; 32], &[n]) };
+        let mut index = Prefixes::new(Eviction::Lru);
+        for n in 0..LONG {
+            let parent = n.checked_sub(1).map(name);
+            let (tenant, format, priority, windowed) = (Tenant(7), FormatId(1), 0, false);
+            let (name, block) = (name(n), block(n));
+            assert!(index.publish(Publication { name, parent, block, tenant, format, priority, windowed }));
+        }
+        (0..LONG).rev().for_each(|n| _ = index.let_go(block(n).place));
+        assert_eq!(index.evictable(Tenant(7), FormatId(1)), u64::from(LONG));
+        for n in (0..LONG).rev() {
+            assert_eq!(index.evict_any(), Some(block(n)));
+        }
         index.check().unwrap();
     }
 

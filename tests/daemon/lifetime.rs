@@ -111,7 +111,14 @@ fn an_idle_daemon_sleeps_and_is_small() {
     let mut c = daemon.helper(A);
     c.must("open");
     c.must("ensure 0 200");
-    let before = daemon.status_line("voluntary_ctxt_switches:");
+    // What it has to do after its last answer is done when it sleeps.
+    let switches = || daemon.status_line("voluntary_ctxt_switches:");
+    until("it sleeps", || {
+        let before = switches();
+        std::thread::sleep(Duration::from_millis(100));
+        switches() == before
+    });
+    let before = switches();
     std::thread::sleep(Duration::from_secs(1));
     assert_eq!(daemon.status_line("voluntary_ctxt_switches:"), before, "it woke up with nothing to do");
     let kib = daemon.status_line("VmRSS:") - daemon.status_line("RssShmem:");

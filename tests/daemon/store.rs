@@ -69,7 +69,12 @@ fn kvbctl(daemon: &Daemon, what: &str) -> (Option<i32>, String, String) {
 }
 
 fn saved(daemon: &Daemon, lines: usize) {
-    let (code, said, why) = kvbctl(daemon, "save");
+    let mut answer = (None, String::new(), String::new());
+    until("what was stored has been read", || {
+        answer = kvbctl(daemon, "save");
+        !answer.2.contains("just now")
+    });
+    let (code, said, why) = answer;
     assert_eq!((code, why.as_str()), (Some(0), ""), "{said}");
     assert_eq!(said.matches("saved: ").count(), lines, "{said}");
 }

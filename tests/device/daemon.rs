@@ -21,7 +21,7 @@ use serde_json::Value;
 use crate::support::{DAEMON, HEAP_GROUP, User};
 
 /// For an emulated machine on a busy host; nothing is promised by it.
-const PATIENCE: Duration = Duration::from_secs(60);
+const PATIENCE: Duration = Duration::from_secs(150);
 
 /// Waits until `what` is so.
 pub fn until(what: &str, mut is_so: impl FnMut() -> bool) {
