@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, OwnedFd};
+use std::os::fd::OwnedFd;
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -647,18 +647,14 @@ impl Server {
             Wait::Watch | Wait::End => return self.drop_operator(id),
         };
         let Some(operator) = self.operators.get(&id) else { return };
-        if self
-            .epoll
-            .modify(as_fd(operator), &mut EpollEvent::new(flags, Token::Operator(id).pack()))
-            .is_err()
-        {
+        if self.epoll.modify(operator, &mut EpollEvent::new(flags, Token::Operator(id).pack())).is_err() {
             self.drop_operator(id);
         }
     }
 
     fn drop_operator(&mut self, id: u64) {
         if let Some(mut operator) = self.operators.remove(&id) {
-            let _ = self.epoll.delete(as_fd(&operator));
+            let _ = self.epoll.delete(&operator);
             operator.end_lease(&mut self.broker);
         }
     }
@@ -786,8 +782,4 @@ fn refusal(fault: Fault, needed: u64, available: u64, why: &str) -> Vec<u8> {
 fn most_in_flight() -> usize {
     use nix::sys::resource::{Resource, getrlimit};
     getrlimit(Resource::RLIMIT_NOFILE).map_or(usize::MAX, |(soft, _)| soft as usize)
-}
-
-fn as_fd(operator: &Operator) -> std::os::fd::BorrowedFd<'_> {
-    operator.as_fd()
 }

@@ -2,11 +2,11 @@
 
 use super::{Failure, print_json};
 use clap::ValueEnum;
+use kvbroker::map::page_bytes;
 use kvbroker::model::{KvType, ModelShape};
 use kvbroker::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, PackingError, Placement};
 use kvbroker::plan::{Board, Options, Plan};
 use kvbroker::size::Size;
-use nix::unistd::{SysconfVar, sysconf};
 use std::io::Write;
 use std::path::PathBuf;
 
@@ -110,17 +110,12 @@ impl Args {
     }
 
     fn placement(&self) -> Result<Placement, PackingError> {
-        let page = self.page_size.map_or_else(machine_page, Size::bytes);
+        let page = self.page_size.map_or(page_bytes() as u64, Size::bytes);
         match self.backend {
             Backend::DmaHeap => Placement::cma(page, self.cma_alignment),
             Backend::Udmabuf | Backend::Memfd | Backend::System => Placement::pages(page),
         }
     }
-}
-
-/// This machine's page size; 4 KiB should the system not say.
-fn machine_page() -> u64 {
-    sysconf(SysconfVar::PAGE_SIZE).ok().flatten().and_then(|n| u64::try_from(n).ok()).unwrap_or(4096)
 }
 
 fn refuse(error: impl std::error::Error) -> Failure {
