@@ -202,11 +202,13 @@ fn a_session_of_another_connection_is_as_unknown_as_one_that_never_was() {
         Verb::Close,
         Verb::Admit,
         Verb::Skip,
+        Verb::Window,
     ] {
         let size = match verb {
             Verb::Fork | Verb::Close | Verb::Admit => 16,
             Verb::Attach | Verb::Skip => 8,
             Verb::Trim => 32,
+            Verb::Window => size_of::<wire::Window>(),
             _ => 24,
         };
         let theirs = mine.ask(verb, session, |w| _ = w.put(&body[..size]));
