@@ -540,19 +540,24 @@ impl Inner {
         for &unit in &held {
             self.region.set(unit, CHANGING);
         }
-        let hidden = held.iter().try_for_each(|&unit| self.hide(unit));
-        if let Err(e) = hidden {
-            // Some are still there: none is given back, and all are as good as before to whoever reads.
-            held.iter().for_each(|&unit| self.region.set(unit, GRANTED));
-            return Err(e);
+        let (mut hidden, mut why) = (held.len(), None);
+        for (i, &unit) in held.iter().enumerate() {
+            // What has been hidden before may have made room for the one that failed.
+            if let Err(e) = self.hide(unit).or_else(|_| self.hide(unit)) {
+                (hidden, why) = (i, Some(e));
+                break;
+            }
         }
-        table.spilled.retain(|unit| !held.contains(unit));
+        // What nobody sees any more goes back; the rest stays as it is.
+        let (gone, stay) = held.split_at(hidden);
+        stay.iter().for_each(|&unit| self.region.set(unit, GRANTED));
+        table.spilled.retain(|unit| !gone.contains(unit));
         for lease in &mut table.leases {
-            lease.drop_units(&held);
+            lease.drop_units(gone);
         }
         self.end_old_leases(table);
-        held.iter().for_each(|&unit| self.region.set(unit, EMPTY));
-        Ok(held.len())
+        gone.iter().for_each(|&unit| self.region.set(unit, EMPTY));
+        why.map_or(Ok(gone.len()), Err)
     }
 
     fn clear(&self, table: &mut Table) -> Result<(), Error> {
