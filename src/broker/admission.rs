@@ -83,10 +83,19 @@ impl Broker {
         for s in self.state.sessions.values().filter(|s| s.promised > 0) {
             *sums.entry((s.tenant, s.format)).or_default() += u64::from(s.promised);
         }
-        if sums != self.state.promises {
-            return Err(format!("{:?} are promised, the sessions say {sums:?}", self.state.promises));
+        let noted = &self.state.promises;
+        let mut keys = noted.keys().chain(sums.keys());
+        match keys.find(|key| noted.get(key) != sums.get(key)) {
+            Some(key) => {
+                let (Tenant(uid), format) = key;
+                let (noted, sum) = (noted.get(key).unwrap_or(&0), sums.get(key).unwrap_or(&0));
+                Err(format!(
+                    "{noted} blocks of format {} are promised to uid {uid}, its sessions say {sum}",
+                    format.0
+                ))
+            }
+            None => Ok(()),
         }
-        Ok(())
     }
 
     /// Decides about a session that will need `blocks` more than its table has. `None`: when the worker is done.
