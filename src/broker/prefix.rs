@@ -135,6 +135,9 @@ pub struct Prefixes {
     tree: Tree,
     // Derived from the tree.
     order: Order,
+    /// Nodes that were visited on the way up a chain.
+    #[cfg(test)]
+    steps: u64,
 }
 
 /// The part of an index that its record holds.
@@ -305,6 +308,10 @@ impl Prefixes {
     fn count_child(&mut self, at: At, by: i32) {
         let mut next = Some(at);
         while let Some(at) = next {
+            #[cfg(test)]
+            {
+                self.steps += 1;
+            }
             let entry = &mut self.tree[at];
             let before = entry.is_evictable();
             entry.busy = entry.busy.checked_add_signed(by).expect("children are counted as they come and go");
@@ -445,14 +452,25 @@ impl Prefixes {
     }
 
     fn remove(&mut self, at: At) -> BlockId {
-        // As if held: then nothing counts it as evictable any more, and its parent counts it as one that is not.
-        self.change(at, |node| node.idle = false);
-        let up = self.tree[at].up();
-        let entry = self.tree.remove(at);
-        self.order.leave(entry.account);
+        let Prefixes { tree, order, policy, .. } = self;
+        let entry = &mut tree[at];
+        if std::mem::replace(&mut entry.listed, false) {
+            order.unlist(entry.account, policy.rank(&entry.node), at);
+        }
+        let evictable = entry.is_evictable();
+        if evictable {
+            order.count(entry.account, false);
+        }
+        let up = entry.up();
+        let entry = tree.remove(at);
+        order.leave(entry.account);
         if let Some(up) = up {
             self.relist(up);
-            self.count_child(up, -1);
+            // Its parent counts it only if it could not be evicted. Whoever counted all the same, and took it back, would go up
+            // the whole chain for each block of it.
+            if !evictable {
+                self.count_child(up, -1);
+            }
         }
         entry.node.block
     }
@@ -691,6 +709,30 @@ mod tests {
         index.let_go(block(5).place);
         assert_eq!(index.evict_at(block(3).place), [block(5), block(4), block(3)]);
         index.check().unwrap();
+    }
+
+    #[test]
+    fn to_evict_a_long_chain_costs_no_more_for_a_block_than_to_evict_a_short_one() {
+        for length in [100_u32, 1000] {
+            let mut index = Prefixes::default();
+            let name = |n: u32| Sha256::digest(n.to_le_bytes()).into();
+            for n in 0..length {
+                let parent = n.checked_sub(1).map(name);
+                let (tenant, format, priority, windowed) = (Tenant(7), FormatId(1), 0, false);
+                let (name, block) = (name(n), block(n));
+                let new = Publication { name, parent, block, tenant, format, priority, windowed };
+                assert!(index.publish(new));
+            }
+            (0..length).rev().for_each(|n| _ = index.let_go(block(n).place));
+            index.check().unwrap();
+            index.steps = 0;
+            for n in (length / 2..length).rev() {
+                assert_eq!(index.evict(Tenant(7), FormatId(1)), Some(block(n)));
+            }
+            index.check().unwrap();
+            assert_eq!(index.evict_at(block(0).place).len() as u32, length / 2);
+            assert!(index.steps <= u64::from(length), "{} steps for {length} blocks", index.steps);
+        }
     }
 
     #[test]
