@@ -36,6 +36,7 @@ mod usage;
 mod verbs;
 #[cfg(test)]
 mod verify_test;
+mod waits;
 mod window;
 #[cfg(test)]
 mod window_test;
@@ -375,6 +376,8 @@ pub struct Broker {
     outbox: VecDeque<Output>,
     jobs: VecDeque<Job>,
     waiting: BTreeMap<ClientId, Waiting>,
+    /// In which order those are tried again who wait for extents.
+    waits: waits::Waits,
     /// Sessions that were asked to make room, and when their time is up.
     reclaims: BTreeMap<SessionId, std::time::Instant>,
     /// A session that was asked to make room has ended: who waits is to be tried again.
@@ -460,6 +463,7 @@ impl Broker {
             outbox: VecDeque::new(),
             jobs: VecDeque::new(),
             waiting: BTreeMap::new(),
+            waits: waits::Waits::default(),
             reclaims: BTreeMap::new(),
             stirred: false,
             asked_back: BTreeMap::new(),
@@ -551,6 +555,8 @@ impl Broker {
     pub fn disconnect(&mut self, id: ClientId) {
         let Some(client) = self.state.clients.remove(&id) else { return };
         self.waiting.remove(&id);
+        let last = self.state.clients.values().all(|c| c.tenant != client.tenant);
+        self.waits.forget(id, client.tenant, last);
         self.orphan_windows(id);
         for session in client.sessions {
             self.end_session(session);
@@ -609,6 +615,8 @@ impl Broker {
             Ok(Answer::Now(reply)) => self.reply(client, verb, sequence, reply),
             Ok(Answer::Later) => {
                 self.waiting.insert(client, Waiting::Extents(message.to_vec()));
+                let tenant = self.client(client).tenant;
+                self.waits.begin(client, tenant);
             }
             Ok(Answer::Making { declined }) => {
                 self.waiting.insert(client, Waiting::Window { message: message.to_vec(), declined });
@@ -685,6 +693,11 @@ impl Broker {
         self.waiting.contains_key(&client)
     }
 
+    /// Extents that one client may have descriptors of, copies included: of so many it may be told at once that they go back.
+    pub fn most_extents_of_a_client(&self) -> usize {
+        self.state.pool.extents().len() + self.common_places() as usize
+    }
+
     /// Whether there is anything to be carried to clients or to the worker.
     pub fn has_work(&self) -> bool {
         !(self.outbox.is_empty() && self.jobs.is_empty())
@@ -748,10 +761,15 @@ impl Broker {
             Waiting::Extents(_) => Some(*client),
             Waiting::Zeros { .. } | Waiting::Window { .. } => None,
         };
-        let clients: Vec<_> = self.waiting.iter().filter_map(waits).collect();
-        for client in clients {
+        let clients =
+            self.waiting.iter().filter_map(waits).map(|client| (self.client(client).tenant, client));
+        for client in self.waits.order(clients) {
+            let tenant = self.client(client).tenant;
             if let Some(Waiting::Extents(message)) = self.waiting.remove(&client) {
                 self.request(client, &message);
+                if !matches!(self.waiting.get(&client), Some(Waiting::Extents(_))) {
+                    self.waits.serve(client, tenant);
+                }
             }
         }
     }

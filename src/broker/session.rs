@@ -10,6 +10,18 @@ use super::common::Walk;
 use super::prefix::Digest;
 use crate::id::{BlockId, ClientId, FormatId, Tenant};
 
+/// Entries that a table may have room for whatever is in it.
+const LITTLE: usize = 16;
+
+/// Gives back room that was needed when there was more. What a tenant may name is bounded by what its tables name now
+/// ([`tables`](super::tables)), so room that is kept beyond that is bounded by nothing. Four times what is in use may stay, so that
+/// what grows again is not moved each time.
+fn slim<T>(of: &mut Vec<T>) {
+    if of.capacity() / 4 > of.len().max(LITTLE) {
+        of.shrink_to(of.len().max(LITTLE) * 2);
+    }
+}
+
 /// A session.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 pub struct Session {
@@ -55,6 +67,7 @@ impl Session {
     pub fn unseal_from(&mut self, number: u32) {
         self.walk.end_at(number);
         self.names.truncate(number.saturating_sub(self.names_from) as usize);
+        slim(&mut self.names);
     }
 
     /// Drops blocks before this number from the head of the table.
@@ -66,6 +79,8 @@ impl Session {
         let needless = needless.saturating_sub(self.names_from);
         self.names.drain(..needless as usize);
         self.names_from += needless;
+        slim(&mut self.table);
+        slim(&mut self.names);
         dropped
     }
 
@@ -77,5 +92,42 @@ impl Session {
     /// The block with this number, if the table has it.
     pub fn block(&self, number: u32) -> Option<BlockId> {
         self.table.get(number.checked_sub(self.head)? as usize).copied()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::id::{ExtentId, Place};
+
+    #[test]
+    fn a_session_that_has_been_long_and_is_short_again_keeps_no_room_for_a_long_one() {
+        let block = |slot| BlockId { place: Place { extent: ExtentId(1), slot }, generation: 1 };
+        let mut session = Session {
+            client: ClientId(1),
+            tenant: Tenant(1000),
+            format: FormatId(1),
+            label: String::new(),
+            model: [0; 32],
+            tokens: 10_000,
+            head: 0,
+            table: (0..10_000).map(block).collect(),
+            names: vec![[7; 32]; 10_000],
+            priority: 100,
+            promised: 0,
+            admitted: 0,
+            born: 1,
+            names_from: 0,
+            walk: Walk::default(),
+        };
+        // As `trim` does it: the tail goes, then the head.
+        session.table.truncate(1000);
+        session.unseal_from(1000);
+        session.drop_head(0);
+        assert!(session.table.capacity() <= 4000 && session.names.capacity() <= 4000);
+        session.drop_head(990);
+        let left = (session.table.len(), session.names.len(), session.names_from);
+        assert_eq!(left, (10, 11, 989));
+        assert!(session.table.capacity() <= 4 * LITTLE && session.names.capacity() <= 4 * LITTLE);
     }
 }

@@ -5,7 +5,8 @@
 //!
 //! **Why there is a bound.** A block in use costs memory of the pool, which is limited. Naming it once more costs memory of
 //! the broker, which nothing else limits: `fork` and `attach` put blocks into a table that are in others already, and a
-//! window lists its blocks beside the table. An entry takes 48 bytes: 16 for the block, 32 for the name of a sealed one.
+//! window lists its blocks beside the table. An entry takes 48 bytes: 16 for the block, 32 for the name of a sealed one;
+//! a table that has become shorter keeps room for at most four times what is in it ([`Session`]).
 //!
 //! **The rule.** A tenant may name `limits.table-blocks` blocks. If the operator says nothing, that is the larger of
 //! - twice the smallest blocks (one page) that fit the pool: whatever the geometry, every block of the pool may stand in

@@ -14,8 +14,10 @@ use nix::sys::epoll::EpollFlags;
 use crate::broker::{Descriptor, Output};
 use crate::seqpacket::SeqPacket;
 
-/// Events that a client may leave unread before it is dropped.
+/// Messages that may wait for a client beside those that ask for extents, before it is dropped.
 const MOST_QUEUED: usize = 256;
+/// From this many waiting messages on they are kept small.
+const FEW: usize = 8;
 /// What the kernel may count as unread just after the last message was read: it wakes the sender one byte before it
 /// has counted down to nothing, and whoever looked in that moment would wait for ever. A message counts several
 /// hundred bytes.
@@ -66,10 +68,16 @@ impl Connection {
         }
     }
 
-    /// Appends a message; `false` when the client has left too many unread.
-    pub fn queue(&mut self, output: Output) -> bool {
+    /// Appends a message; `false` when the client has left too many unread. Of `extents` extents in the pool all may go
+    /// back at one time, with a message about each to whoever has them: that is no fault of one who reads, nor of one who has
+    /// nothing to ask for a while.
+    pub fn queue(&mut self, mut output: Output, extents: usize) -> bool {
+        if self.queue.len() > FEW {
+            // It may wait for long, and be one of many: no more than it is.
+            output.message.shrink_to_fit();
+        }
         self.queue.push_back(output);
-        self.queue.len() <= MOST_QUEUED
+        self.queue.len() <= MOST_QUEUED.saturating_add(extents)
     }
 
     /// Whether messages wait.

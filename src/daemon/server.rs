@@ -32,6 +32,9 @@ const PER_TURN: usize = 16;
 /// How long to leave alone what the kernel had no room for.
 const BREATHER: Duration = Duration::from_millis(20);
 
+/// How often the log says that connections are refused.
+const REFUSED_AT_MOST_EVERY: Duration = Duration::from_secs(1);
+
 /// Events that one look finds at most.
 const EVENTS: usize = 512;
 
@@ -132,6 +135,9 @@ pub(super) struct Server {
     recheck_at: Option<Instant>,
     /// Connections whose messages the kernel had no room for.
     crowded: BTreeSet<ClientId>,
+    /// Connections refused since that was logged last, and when that was.
+    refused: u64,
+    refused_logged: Option<Instant>,
     /// Listeners that are left alone until then.
     paused_until: Option<Instant>,
     watchdog: Option<Duration>,
@@ -182,6 +188,8 @@ impl Server {
             turn: 0,
             recheck_at: None,
             crowded: BTreeSet::new(),
+            refused: 0,
+            refused_logged: None,
             paused_until: None,
             watchdog,
             unchecked: false,
@@ -326,12 +334,26 @@ impl Server {
             match self.clients.accept() {
                 Ok(Some(fd)) => {
                     if let Err(e) = self.greet(fd) {
-                        log::warn!("a connection was refused: {e}");
+                        self.note_refused(&*e);
                     }
                 }
                 Ok(None) => return,
                 Err(e) => return self.pause(&e),
             }
+        }
+    }
+
+    /// Logs that somebody could not connect. Whoever tries again at once could fill the log with it: once a second is enough,
+    /// and how often it was since.
+    fn note_refused(&mut self, why: &dyn std::error::Error) {
+        self.refused += 1;
+        if self.refused_logged.is_some_and(|t| t.elapsed() < REFUSED_AT_MOST_EVERY) {
+            return;
+        }
+        self.refused_logged = Some(Instant::now());
+        match std::mem::take(&mut self.refused) {
+            1 => log::warn!("a connection was refused: {why}"),
+            more => log::warn!("{more} connections were refused, the last one because: {why}"),
         }
     }
 
@@ -457,10 +479,11 @@ impl Server {
                 self.worker.order(job);
             }
             let mut to = BTreeSet::new();
+            let extents = self.broker.most_extents_of_a_client();
             for output in self.broker.outputs() {
                 let id = output.to;
                 let Some(connection) = self.connections.get_mut(&id) else { continue };
-                if connection.queue(output) {
+                if connection.queue(output, extents) {
                     to.insert(id);
                 } else {
                     log::warn!("client {} (uid {}) does not read: dropped", id.0, connection.uid);
@@ -750,7 +773,7 @@ impl Server {
         // their holder.
         for output in self.broker.outputs() {
             if let Some(connection) = self.connections.get_mut(&output.to) {
-                connection.queue(output);
+                connection.queue(output, usize::MAX);
                 connection.flush(usize::MAX);
             }
         }

@@ -1,9 +1,11 @@
 //! The worker thread: what takes long.
 //!
-//! Owns nothing but the jobs in flight. Invariant: jobs are done one after the other, in the order in which they came, but
-//! for the zeros that a grant waits for, which come first: they are short, and an extent that is renewed beside them takes
-//! up to ten milliseconds and is in nobody's way. Files are another thread's, which is there while there is work on them: no
-//! grant waits for a disk.
+//! Owns nothing but the jobs in flight. Invariants: jobs are done one after the other. Zeros are written in the order in
+//! which they were ordered, and so is all else; between the two there is none, but they take turns while there are both. A
+//! request waits for zeros, for most other jobs nobody does: when one tenant gives back all it had, hundreds of extents are
+//! renewed, and whoever wants a block zeroed meanwhile waits for one of them. Zeros are always written before the reply that grants them
+//! leaves, and no renewal touches what is to be zeroed: its buffer is in the pool no more when it is ordered. Files are
+//! another thread's, which is there while there is work on them: no grant waits for a disk.
 
 use std::collections::VecDeque;
 use std::io;
@@ -26,6 +28,37 @@ pub(super) struct Worker {
     event: Arc<EventFd>,
 }
 
+/// What is to be done, zeros apart from all else.
+#[derive(Debug, Default)]
+struct Lanes {
+    zeros: VecDeque<Job>,
+    others: VecDeque<Job>,
+    zeroed_last: bool,
+}
+
+impl Lanes {
+    /// The next job; waits for one. `None` when there will be none.
+    fn next(&mut self, work: &Receiver<Job>) -> Option<Job> {
+        if self.zeros.is_empty() && self.others.is_empty() {
+            let job = work.recv().ok()?;
+            self.sort(job);
+        }
+        work.try_iter().for_each(|job| self.sort(job));
+        let zeros_first = !self.zeroed_last || self.others.is_empty();
+        let lane = if zeros_first && !self.zeros.is_empty() { &mut self.zeros } else { &mut self.others };
+        let job = lane.pop_front();
+        self.zeroed_last = matches!(job, Some(Job::Scrub { .. }));
+        job
+    }
+
+    fn sort(&mut self, job: Job) {
+        match job {
+            Job::Scrub { .. } => self.zeros.push_back(job),
+            _ => self.others.push_back(job),
+        }
+    }
+}
+
 impl Worker {
     /// Starts the thread.
     pub fn start(heap: Arc<dyn Heap>) -> io::Result<Self> {
@@ -34,8 +67,8 @@ impl Worker {
         let event = Arc::new(EventFd::from_flags(EfdFlags::EFD_CLOEXEC | EfdFlags::EFD_NONBLOCK)?);
         let (ring, to_loop) = (event.clone(), report.clone());
         std::thread::Builder::new().name("worker".into()).spawn(move || {
-            let mut queue = Queue::default();
-            while let Some(job) = queue.next(&work) {
+            let mut lanes = Lanes::default();
+            while let Some(job) = lanes.next(&work) {
                 if to_loop.send(job.run(&*heap)).is_err() || ring.write(1).is_err() {
                     return;
                 }
@@ -76,31 +109,6 @@ impl Worker {
     }
 }
 
-/// What has come and is not done yet.
-#[derive(Debug, Default)]
-struct Queue {
-    awaited: VecDeque<Job>,
-    others: VecDeque<Job>,
-}
-
-impl Queue {
-    /// The next job; waits for one if there is none. `None` when there will be no more.
-    fn next(&mut self, work: &Receiver<Job>) -> Option<Job> {
-        if self.awaited.is_empty() && self.others.is_empty() {
-            self.put(work.recv().ok()?);
-        }
-        while let Ok(job) = work.try_recv() {
-            self.put(job);
-        }
-        self.awaited.pop_front().or_else(|| self.others.pop_front())
-    }
-
-    fn put(&mut self, job: Job) {
-        let queue = if matches!(job, Job::Scrub { .. }) { &mut self.awaited } else { &mut self.others };
-        queue.push_back(job);
-    }
-}
-
 impl AsFd for Worker {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.event.as_fd()
@@ -110,23 +118,26 @@ impl AsFd for Worker {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::id::ExtentId;
+
+    /// The tickets of zeros, and 0 for all else, in the order in which they are done.
+    fn order(jobs: Vec<Job>) -> Vec<u64> {
+        let (send, work) = channel();
+        jobs.into_iter().for_each(|job| send.send(job).unwrap());
+        drop(send);
+        let mut lanes = Lanes::default();
+        let ticket = |job| match job {
+            Job::Scrub { ticket, .. } => ticket,
+            _ => 0,
+        };
+        std::iter::from_fn(|| lanes.next(&work)).map(ticket).collect()
+    }
 
     #[test]
-    fn zeros_that_a_grant_waits_for_come_before_extents_that_nobody_waits_for() {
-        let (send, work) = channel();
-        let renew = |n| Job::Renew { extent: ExtentId(n), old: None, bytes: 0 };
-        let scrub = |ticket| Job::Scrub { ticket, pieces: Vec::new() };
-        for job in [renew(1), renew(2), scrub(3), renew(4), scrub(5)] {
-            send.send(job).unwrap();
-        }
-        drop(send);
-        let mut queue = Queue::default();
-        let order = std::iter::from_fn(|| queue.next(&work)).map(|job| match job {
-            Job::Renew { extent, .. } => u64::from(extent.0),
-            Job::Scrub { ticket, .. } => ticket,
-            other => panic!("{other:?}"),
-        });
-        assert_eq!(order.collect::<Vec<_>>(), [3, 5, 1, 2, 4]);
+    fn zeros_wait_for_one_extent_that_is_renewed_and_not_for_all_and_no_extent_waits_for_ever() {
+        let zeros = |ticket| Job::Scrub { ticket, pieces: Vec::new() };
+        let other = || Job::Allocate { bytes: 1 };
+        assert_eq!(order(vec![other(), other(), other(), zeros(1), zeros(2)]), [1, 0, 2, 0, 0]);
+        assert_eq!(order(vec![zeros(1), zeros(2), zeros(3), zeros(4), other()]), [1, 0, 2, 3, 4]);
+        assert_eq!(order(vec![other(), other()]), [0, 0]);
     }
 }
