@@ -314,8 +314,7 @@ impl Broker {
         let from = if found == id { from.min(s.table.len()) } else { 0 };
         *left -= 1;
         self.check_session(found, s)?;
-        let until = s.table.len().min(from + *left);
-        *left -= until - from;
+        let until = piece(from, s.table.len(), left);
         for (i, block) in s.table[from..until].iter().enumerate() {
             self.check_entry(found, s, from + i, *block)?;
             count_ref(sums, *block);
@@ -343,8 +342,7 @@ impl Broker {
         let from = if found == id { from.min(blocks.len()) } else { 0 };
         *left -= 1;
         self.check_window(found, h)?;
-        let until = blocks.len().min(from + *left);
-        *left -= until - from;
+        let until = piece(from, blocks.len(), left);
         for block in &blocks[from..until] {
             self.check_under(found, *block)?;
             if self.windows.over(block.place) == 0 {
@@ -358,7 +356,7 @@ impl Broker {
         }))
     }
 
-    /// From a place of extent `id` on, as far as `left` goes. Extents before it are stepped over, not visited.
+    /// From a place of extent `id` on, as far as `left` goes.
     fn sweep_places(
         &self,
         sweep: &mut Sweep,
@@ -366,7 +364,7 @@ impl Broker {
         from: usize,
         left: &mut usize,
     ) -> Result<Option<At>, String> {
-        for (&found, e) in self.state.pool.extents().iter().skip_while(|(at, _)| **at < id) {
+        for (&found, e) in self.state.pool.extents().iter_from(id) {
             if *left == 0 {
                 return Ok(Some(At::Place(found, 0)));
             }
@@ -378,8 +376,7 @@ impl Broker {
                 None => self.sum_unowned(e, &mut sweep.sums),
                 Some(o) => {
                     let from = if found == id { from.min(o.slots.len()) } else { 0 };
-                    let until = o.slots.len().min(from + *left);
-                    *left -= until - from;
+                    let until = piece(from, o.slots.len(), left);
                     self.sweep_owned(sweep, found, (e, o), from..until)?;
                     if until < o.slots.len() {
                         return Ok(Some(At::Place(found, until)));
@@ -490,6 +487,13 @@ fn check_slot(place: Place, s: &Slot, e: &Extent, stands: Option<u32>) -> Result
         }
         _ => Ok(()),
     }
+}
+
+/// How far a sweep gets this time from entry `from` of `len`; what it visits is counted down.
+fn piece(from: usize, len: usize, left: &mut usize) -> usize {
+    let until = len.min(from + *left);
+    *left -= until - from;
+    until
 }
 
 fn count_ref(sums: &mut Option<Sums>, block: BlockId) {

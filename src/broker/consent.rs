@@ -119,9 +119,7 @@ impl Broker {
                 return Err(format!("{extent} is kept back and nobody is asked for it"));
             }
         }
-        let pool = &self.state.pool;
-        let is_kept =
-            |e: &ExtentId| pool.extents().get(e).and_then(|e| e.owned()).is_some_and(|o| o.wanted_back);
+        let is_kept = |e: &ExtentId| self.state.pool.is_wanted_back(*e);
         match self.asked_back.iter().find(|(id, a)| a.until.is_some() && !is_kept(id)) {
             Some((id, _)) => Err(format!("{id} is asked for and blocks of it can be granted")),
             None => Ok(()),

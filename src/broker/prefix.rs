@@ -156,7 +156,7 @@ struct Stored {
 impl From<Prefixes> for Stored {
     fn from(p: Prefixes) -> Self {
         let Prefixes { policy, pins, clock, queries, hits, evictions, damaged, tree, .. } = p;
-        let nodes = tree.iter().map(|(_, entry)| (entry.name, entry.node.clone())).collect();
+        let nodes = tree.into_nodes().collect();
         Stored { policy, nodes, pins, clock, queries, hits, evictions, damaged }
     }
 }
@@ -187,10 +187,9 @@ impl From<Stored> for Prefixes {
 impl PartialEq for Prefixes {
     fn eq(&self, other: &Self) -> bool {
         let numbers = |p: &Self| (p.policy, p.clock, p.queries, p.hits, p.evictions);
-        let nodes = |p: &Self| -> BTreeMap<Digest, (Node, u32, bool)> {
-            let all = p.tree.iter();
-            all.map(|(_, e)| (e.name, (e.node.clone(), e.busy, e.listed))).collect()
-        };
+        fn nodes(p: &Prefixes) -> BTreeMap<&Digest, (&Node, u32, bool)> {
+            p.tree.iter().map(|(_, e)| (&e.name, (&e.node, e.busy, e.listed))).collect()
+        }
         let ends = |p: &Self, account: &Account| -> Vec<_> {
             account.ends.iter().map(|(rank, at)| (*rank, p.tree[*at].name)).collect()
         };

@@ -52,7 +52,7 @@ impl Books {
         match from {
             Account::Cached => owned.cached -= 1,
             Account::Quarantined => owned.suspect -= 1,
-            Account::Stranded => self.fill(owned, place.extent),
+            Account::Stranded => self.count_free(owned, place.extent, false),
             Account::Pinned | Account::Credit => self.count_use(tenant, block, bytes, false),
             _ => {}
         }
@@ -63,7 +63,7 @@ impl Books {
                 owned.warmth = self.clock;
             }
             Account::Quarantined => owned.suspect += 1,
-            Account::Stranded => self.empty(owned, place.extent),
+            Account::Stranded => self.count_free(owned, place.extent, true),
             Account::Pinned | Account::Credit => self.count_use(tenant, to, bytes, true),
             _ => {}
         }
@@ -79,23 +79,13 @@ impl Books {
         self.ledger.transfer(from, into, bytes);
     }
 
-    /// A place less is free.
-    fn fill(&mut self, owned: &mut Owned, extent: ExtentId) {
+    /// A place more is free, or less.
+    fn count_free(&mut self, owned: &mut Owned, extent: ExtentId, more: bool) {
         self.unlist(owned, extent);
-        owned.free -= 1;
+        owned.free = if more { owned.free + 1 } else { owned.free - 1 };
         self.list(owned, extent);
         if !owned.aside {
-            count(&mut self.free_places, (owned.tenant, owned.format), 1, false);
-        }
-    }
-
-    /// A place more is free.
-    fn empty(&mut self, owned: &mut Owned, extent: ExtentId) {
-        self.unlist(owned, extent);
-        owned.free += 1;
-        self.list(owned, extent);
-        if !owned.aside {
-            count(&mut self.free_places, (owned.tenant, owned.format), 1, true);
+            count(&mut self.free_places, (owned.tenant, owned.format), 1, more);
         }
     }
 

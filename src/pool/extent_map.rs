@@ -74,7 +74,12 @@ impl ExtentMap {
 
     /// All with their ids, ascending.
     pub fn iter(&self) -> impl Iterator<Item = (&ExtentId, &Extent)> {
-        self.in_order.iter().map(|(id, at)| (id, &self.kept[*at]))
+        self.iter_from(ExtentId(0))
+    }
+
+    /// The same, of those from `first` on.
+    pub fn iter_from(&self, first: ExtentId) -> impl Iterator<Item = (&ExtentId, &Extent)> {
+        self.in_order.range(first..).map(|(id, at)| (id, &self.kept[*at]))
     }
 }
 

@@ -149,6 +149,11 @@ impl Tree {
         self.entries.iter().map(|(key, entry)| (At::new(key), entry))
     }
 
+    /// Every node with its name.
+    pub fn into_nodes(self) -> impl Iterator<Item = (Digest, Node)> {
+        self.entries.into_iter().map(|(_, entry)| (entry.name, entry.node))
+    }
+
     /// Those that continue a node.
     pub fn children(&self, at: At) -> impl Iterator<Item = At> {
         self.list(self[at].first)
