@@ -81,7 +81,7 @@ pub struct Taken {
 
 /// All memory the broker holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Stored", into = "Stored")]
+#[serde(try_from = "PoolRecord", into = "PoolRecord")]
 pub struct Pool {
     extent_bytes: u64,
     next: u32,
@@ -99,26 +99,26 @@ pub struct Pool {
 
 /// The part of a pool that its record holds.
 #[derive(Serialize, Deserialize)]
-struct Stored {
+struct PoolRecord {
     extent_bytes: u64,
     next: u32,
     clock: u64,
     extents: BTreeMap<ExtentId, Extent>,
 }
 
-impl From<Pool> for Stored {
+impl From<Pool> for PoolRecord {
     fn from(p: Pool) -> Self {
         let Pool { extent_bytes, next, extents, books, .. } = p;
-        Stored { extent_bytes, next, clock: books.clock, extents: extents.into() }
+        PoolRecord { extent_bytes, next, clock: books.clock, extents: extents.into() }
     }
 }
 
-impl TryFrom<Stored> for Pool {
+impl TryFrom<PoolRecord> for Pool {
     type Error = String;
 
     /// Everything is counted anew; what could not be counted without overflowing is refused before. Whether the rest is
     /// consistent, [`Pool::check`] says.
-    fn try_from(s: Stored) -> Result<Self, String> {
+    fn try_from(s: PoolRecord) -> Result<Self, String> {
         if (s.extents.len() as u64).checked_mul(s.extent_bytes).is_none() {
             return Err(format!(
                 "{} extents of {} bytes are more than can be counted",
