@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::config::{BackendChoice, Config, ConfigError, DeviceAccess, Origins};
-use crate::heap::{Backend, DmaHeap, Sealed, UDMABUF_DEVICE};
+use crate::heap::{Backend, DmaHeap, Sealed, UDMABUF_DEVICE, memory_bytes};
 use crate::id::Tenant;
 use crate::map::page_bytes;
 use crate::packing::{CMA_ALIGNMENT_ORDERS, Extents, PackingError, Placement, block_sizes};
@@ -49,13 +49,6 @@ pub(super) fn cut_for(config: &Config, page: u64, contiguous: bool) -> Result<Ex
     let placement = if contiguous { cma } else { Placement::pages(page)? };
     let one_block = chosen.one_block;
     Ok(Extents { one_block, ..Extents::of(config.pool_bytes, chosen.bytes, placement)? })
-}
-
-/// The memory of this machine, in bytes.
-pub(super) fn memory_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
 }
 
 /// What the pool is made of, and why: what is configured, else by who reads the memory.

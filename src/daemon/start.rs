@@ -14,14 +14,16 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::SockType;
 use thiserror::Error;
 
-use super::check::{self, memory_bytes};
+use super::check;
 use super::config::{Config, DeviceAccess};
 use super::listener::{ListenError, Listener};
 use super::pressure::Pressure;
 use super::server::{Limits, Server};
 use super::worker::Worker;
 use crate::broker::Broker;
-use crate::heap::{Backend, DmaHeap, Heap, HeapError, Memfd, UDMABUF_DEVICE, Udmabuf, UdmabufLimits};
+use crate::heap::{
+    Backend, DmaHeap, Heap, HeapError, Memfd, UDMABUF_DEVICE, Udmabuf, UdmabufLimits, memory_bytes,
+};
 use crate::map::page_bytes;
 use crate::packing::PackingError;
 use crate::size::Size;

@@ -30,6 +30,8 @@ pub use dma::DmaHeap;
 pub use holders::Held;
 pub use memfd::Memfd;
 pub use probe::Proof;
+#[cfg(feature = "daemon")]
+pub(crate) use room::memory_bytes;
 pub use sealed::{ReadOnlyCopy, Sealed};
 #[cfg(feature = "daemon")]
 pub use udmabuf::{DEVICE as UDMABUF_DEVICE, Limits as UdmabufLimits, Udmabuf};

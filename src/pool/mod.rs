@@ -70,6 +70,17 @@ pub struct Take {
     pub new_descriptors: u32,
 }
 
+/// Where a place is looked for.
+#[derive(Debug, Clone, Copy)]
+enum Source {
+    /// An extent of the tenant without a block in use.
+    Idle,
+    /// The fullest extent of the tenant that has a place.
+    Fullest,
+    /// A clean extent, which becomes the tenant's.
+    Clean,
+}
+
 /// A block that was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Taken {
@@ -299,30 +310,28 @@ impl Pool {
                 return Some(next);
             }
         }
-        let home = Some(take.client);
-        let may_adopt = take.new_extents > 0 && take.new_descriptors > 0;
-        let idle = if take.whole { self.open_extent(take, true) } else { None };
-        let whole = if idle.is_none() && take.whole && may_adopt { self.adopt(take) } else { idle };
-        let extent = match whole.or_else(|| self.open_extent(take, false)) {
-            Some(extent) => extent,
-            None if may_adopt => self.adopt(take)?,
-            None => return None,
+        let order: &[Source] = match take.whole {
+            true => &[Source::Idle, Source::Clean, Source::Fullest],
+            false => &[Source::Fullest, Source::Clean],
         };
+        let extent = order.iter().find_map(|source| match source {
+            Source::Idle | Source::Fullest => self.open_extent(take, *source),
+            Source::Clean => self.adopt(take),
+        })?;
         let slots = &self.extents[&extent].owned()?.slots;
         let slot = slots.iter().position(|s| s.block == Block::Free)? as u32;
         if self.extents[&extent].owned()?.home.is_none() {
-            self.rehome(extent, home);
+            self.rehome(extent, Some(take.client));
         }
         Some(Place { extent, slot })
     }
 
-    /// The fullest extent with a free place, or one without a block in use: where the client lives, else where another one of
-    /// the tenant does.
-    fn open_extent(&self, take: &Take, idle: bool) -> Option<ExtentId> {
+    /// An extent of the tenant with a free place: where the client lives, else where another one of the tenant does.
+    fn open_extent(&self, take: &Take, source: Source) -> Option<ExtentId> {
         let (tenant, format) = (take.tenant, take.cut.format);
-        let best = |set: &BTreeSet<(u32, ExtentId)>| match idle {
-            true => set.last().filter(|(free, _)| *free == take.cut.slots).copied(),
-            false => set.first().copied(),
+        let best = |set: &BTreeSet<(u32, ExtentId)>| match source {
+            Source::Idle => set.last().filter(|(free, _)| *free == take.cut.slots).copied(),
+            _ => set.first().copied(),
         };
         let known = |e: &ExtentId| take.new_descriptors > 0 || self.is_holder(*e, take.client);
         let open = &self.books.open;
@@ -334,8 +343,11 @@ impl Pool {
         at_home.map(|(_, e)| e).filter(known).or_else(|| elsewhere().filter(known))
     }
 
-    /// Cuts a clean extent for a tenant.
+    /// Cuts a clean extent for a tenant, if it and the client may have one more.
     fn adopt(&mut self, take: &Take) -> Option<ExtentId> {
+        if take.new_extents == 0 || take.new_descriptors == 0 {
+            return None;
+        }
         let id = self.clean.pop_first()?;
         let cut = take.cut;
         let extent = self.extents.get_mut(&id).expect("the clean list names extents of the pool");
