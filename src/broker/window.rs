@@ -22,7 +22,7 @@ use serde::{Deserialize, Serialize};
 pub use making::{Declined, Made, Making, Piece};
 
 use super::{Answer, Broker, Job, Refused, Reply, Waiting};
-use crate::heap::{Backend, Buffer};
+use crate::heap::Buffer;
 use crate::id::{BlockId, ClientId, ExtentId, Place, SessionId, Tenant};
 use crate::map::page_bytes;
 use crate::pool::Block;
@@ -437,7 +437,7 @@ impl Broker {
                 "the device is driven through iommufd, which takes no dma-bufs",
             ));
         }
-        if wish.auto && access != Access::Scatter && backend == Backend::Udmabuf {
+        if wish.auto && access != Access::Scatter && backend.is_scattered() {
             let text = "pages of an extent may be scattered, and pool.device does not say that the device takes that";
             return Err(Declined::new(Fault::BadRequest, text));
         }
