@@ -72,7 +72,12 @@ pub fn run() -> Result<()> {
     );
     // The only promise is that it is worth having.
     at_most("stored-prompt/start-to-first-token", stored / computed, "x", 1.0, &note);
-    reported("stored-prompt/with", stored * 1e3, "ms", "start of the broker to the first token, prompt stored");
+    reported(
+        "stored-prompt/with",
+        stored * 1e3,
+        "ms",
+        "start of the broker to the first token, prompt stored",
+    );
     reported("stored-prompt/without", computed * 1e3, "ms", "the same, prompt computed");
     Ok(())
 }
