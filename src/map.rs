@@ -128,23 +128,34 @@ impl SharedMap {
 
 #[cfg(test)]
 mod tests {
-    use std::fs::File;
     use std::os::fd::AsFd;
-
-    use nix::sys::memfd::{MFdFlags, memfd_create};
+    use std::panic::{AssertUnwindSafe, catch_unwind};
 
     use super::*;
 
-    /// A page.
-    fn map() -> SharedMap {
-        let file = File::from(memfd_create("test", MFdFlags::MFD_CLOEXEC).unwrap());
-        file.set_len(page_bytes() as u64).unwrap();
-        SharedMap::new(file.as_fd(), page_bytes()).unwrap()
+    fn map(bytes: usize) -> SharedMap {
+        let name = c"kvbroker-test";
+        let fd = nix::sys::memfd::memfd_create(name, nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap();
+        nix::unistd::ftruncate(&fd, bytes as i64).unwrap();
+        // The mapping outlives the descriptor.
+        SharedMap::new(fd.as_fd(), bytes).unwrap()
+    }
+
+    #[test]
+    fn what_is_written_is_read_back_up_to_the_last_byte() {
+        let bytes = 2 * page_bytes();
+        let map = map(bytes);
+        map.write(bytes - 3, b"end");
+        map.write(0, b"start");
+        assert_eq!((map.read(0, 6), map.read(bytes - 4, 4)), (b"start\0".to_vec(), b"\0end".to_vec()));
+        map.zero(1..bytes - 1);
+        assert_eq!((map.read(0, 2), map.read(bytes - 2, 2)), (b"s\0".to_vec(), b"\0d".to_vec()));
     }
 
     #[test]
     fn zeros_are_written_from_the_first_byte_to_the_last_and_nowhere_else() {
-        let (map, bytes) = (map(), page_bytes());
+        let bytes = page_bytes();
+        let map = map(bytes);
         for range in
             [0..0, 5..5, 1..16, 3..64, 64..128, 63..129, 60..1000, 128..129, 0..bytes, bytes - 1..bytes]
         {
@@ -156,8 +167,40 @@ mod tests {
     }
 
     #[test]
-    #[should_panic(expected = "outside of the buffer")]
-    fn nothing_beyond_the_end_is_zeroed() {
-        map().zero(page_bytes() - 1..page_bytes() + 1);
+    fn nothing_outside_of_a_mapping_is_read_or_written() {
+        let bytes = page_bytes();
+        let map = map(bytes);
+        let stopped = |what: &dyn Fn()| catch_unwind(AssertUnwindSafe(what)).is_err();
+        for at in [bytes, bytes - 1, usize::MAX - 1] {
+            assert!(stopped(&|| map.write(at, b"no")), "write at {at}");
+            assert!(stopped(&|| drop(map.read(at, 2))), "read at {at}");
+            assert!(stopped(&|| map.read_into(at, &mut [0; 2])), "read into a buffer at {at}");
+            assert!(stopped(&|| map.zero(at..at.wrapping_add(2))), "zero at {at}");
+        }
+        assert_eq!(map.read(0, bytes), vec![0; bytes]);
+    }
+
+    #[test]
+    fn a_forked_child_does_not_have_the_mapping() {
+        let bytes = page_bytes();
+        let map = map(bytes);
+        let is_there = || {
+            let mut in_memory = 0;
+            // SAFETY: the kernel writes one byte for the one page; where nothing is mapped it says ENOMEM.
+            unsafe { libc::mincore(map.as_ptr().cast(), bytes, &mut in_memory) == 0 }
+        };
+        assert!(is_there());
+        // SAFETY: the child makes two system calls and nothing else.
+        let status = unsafe {
+            let pid = libc::fork();
+            if pid == 0 {
+                libc::_exit(if is_there() { 1 } else { 7 });
+            }
+            let mut status = 0;
+            libc::waitpid(pid, &mut status, 0);
+            status
+        };
+        assert_eq!(libc::WEXITSTATUS(status), 7);
+        assert!(is_there());
     }
 }

@@ -17,20 +17,42 @@ pub enum Element {
 }
 
 impl Element {
+    /// All of them. In C, each is `KVB_` and its name, and its number is its place here: new ones come last.
+    pub const ALL: [Element; 2] = [Element::F16, Element::F32];
+
+    /// Its label in a profile, and the bytes of one value.
+    const fn facts(self) -> (&'static str, usize) {
+        match self {
+            Element::F16 => ("f16", F16::BYTES),
+            Element::F32 => ("f32", F32::BYTES),
+        }
+    }
+
     /// Its label in a profile.
     pub const fn name(self) -> &'static str {
-        match self {
-            Element::F16 => "f16",
-            Element::F32 => "f32",
-        }
+        self.facts().0
     }
 
     /// Bytes of one value.
     pub const fn bytes(self) -> usize {
-        match self {
-            Element::F16 => 2,
-            Element::F32 => 4,
-        }
+        self.facts().1
+    }
+}
+
+impl std::fmt::Display for Element {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl std::str::FromStr for Element {
+    type Err = String;
+
+    /// By its name; the error says which there are.
+    fn from_str(text: &str) -> Result<Self, String> {
+        let known = Element::ALL.into_iter().find(|e| e.name() == text);
+        known
+            .ok_or_else(|| format!("the kernel computes with {}", Element::ALL.map(Element::name).join(", ")))
     }
 }
 
@@ -196,7 +218,7 @@ mod tests {
     #[test]
     fn rows_of_any_length_and_alignment_come_back_as_they_were_stored() {
         let values: Vec<f32> = (0..67).map(|n| (n as f32 - 33.0) * 0.25).collect();
-        for element in [Element::F16, Element::F32] {
+        for element in Element::ALL {
             for len in [0, 1, 15, 16, 17, 64, 67] {
                 for offset in 0..4 {
                     let mut bytes = vec![0xa5u8; offset + len * element.bytes() + 1];
