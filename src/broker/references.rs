@@ -40,7 +40,7 @@ impl Broker {
     }
 
     /// All blocks of a table leave it, in this order.
-    pub(super) fn let_all_go(&mut self, blocks: impl Iterator<Item = BlockId>) {
+    fn let_all_go(&mut self, blocks: impl Iterator<Item = BlockId>) {
         let State { pool, prefixes, .. } = &mut self.state;
         let mut freed = Vec::new();
         let of_pool = blocks.filter(|block| !block.place.extent.is_copy());
