@@ -164,21 +164,29 @@ fn f32_to_f16(value: f32) -> u16 {
 mod tests {
     use super::*;
 
+    /// Under Miri every pattern would take an hour; a step that shares no factor with 2^16 still meets every exponent.
+    const STEP: usize = if cfg!(miri) { 251 } else { 1 };
+
+    /// Exact everywhere: under Miri `powi` errs a little, on purpose.
+    fn power_of_two(exponent: i32) -> f64 {
+        f64::from_bits(((1023 + exponent) as u64) << 52)
+    }
+
     /// The definition, in f64.
     fn by_definition(bits: u16) -> f64 {
         let sign = if bits & 0x8000 == 0 { 1.0 } else { -1.0 };
         let mantissa = f64::from(bits & 0x3ff);
         match (bits >> 10) & 0x1f {
-            0 => sign * mantissa * 2f64.powi(-24),
+            0 => sign * mantissa * power_of_two(-24),
             31 if mantissa == 0.0 => sign * f64::INFINITY,
             31 => f64::NAN,
-            e => sign * (1024.0 + mantissa) * 2f64.powi(i32::from(e) - 25),
+            e => sign * (1024.0 + mantissa) * power_of_two(i32::from(e) - 25),
         }
     }
 
     #[test]
     fn every_f16_reads_as_its_exact_value_and_is_stored_back_as_itself() {
-        for bits in 0..=u16::MAX {
+        for bits in (0..=u16::MAX).step_by(STEP) {
             let (got, want) = (f16_to_f32(bits), by_definition(bits));
             if want.is_nan() {
                 assert!(got.is_nan() && f32_to_f16(got) & 0x7fff == 0x7e00, "{bits:#06x}");
@@ -192,7 +200,7 @@ mod tests {
 
     #[test]
     fn a_value_between_two_f16_is_stored_as_the_nearer_one_and_a_tie_as_the_even_one() {
-        for bits in 0..0x7bffu16 {
+        for bits in (0..0x7bffu16).step_by(STEP) {
             let (low, high) = (by_definition(bits), by_definition(bits + 1));
             let tie = ((low + high) / 2.0) as f32; // exact: one more bit than f16 has
             let even = if bits & 1 == 0 { bits } else { bits + 1 };

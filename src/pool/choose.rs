@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Account, Block, Cut, Extent, Owned, Pool, Slot, Use, set};
+use super::{Account, Block, Cut, Extent, Owned, Pool, Slot, Use};
 use crate::id::{BlockId, ClientId, ExtentId, Place, Tenant};
 
 /// What is asked of [`Pool::take`].
@@ -39,6 +39,13 @@ enum Source {
     Clean,
 }
 
+/// A free place.
+struct Found {
+    place: Place,
+    /// Its extent has just been cut, and is on no list.
+    is_new: bool,
+}
+
 /// A block that was taken.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Taken {
@@ -49,22 +56,30 @@ pub struct Taken {
 }
 
 impl Pool {
-    /// Takes one block as credit: right after `near`, else in an extent where the client lives, else in another one
-    /// of the tenant, else in a clean extent. `None` when there is none left within the bounds of the request.
-    pub fn take(&mut self, take: &Take) -> Option<Taken> {
-        let place = self.find(take)?;
-        let extent = self.extents.get_mut(&place.extent)?;
+    /// Takes blocks that lie side by side as credit, up to `most`: the first right after `near`, else in an extent where the
+    /// client lives, else in another one of the tenant, else in a clean extent; the others right after it, as far as places
+    /// are free. They are put behind those in `taken`. Returns their extent; `None` when there is no place left within the
+    /// bounds of the request.
+    pub fn take(&mut self, take: &Take, most: u32, taken: &mut Vec<Taken>) -> Option<ExtentId> {
+        let Found { place: Place { extent: id, slot: first }, is_new } = self.find(take)?;
+        let Pool { extents, books, .. } = self;
+        let extent = extents.get_mut(&id)?;
         let Use::Owned(owned) = &mut extent.usage else { return None };
-        let slot = &mut owned.slots[place.slot as usize];
-        let written_by = slot.written_by.replace(take.client);
-        slot.generation += 1;
-        let block = BlockId { place, generation: slot.generation };
-        extent.last_generation = extent.last_generation.max(block.generation);
-        set(&mut self.books, owned, place, Block::Credit(take.client));
-        Some(Taken { block, written_by })
+        let after = owned.slots.iter().skip(first as usize).take(most as usize);
+        let run = first..first + after.take_while(|slot| slot.block == Block::Free).count() as u32;
+        books.lend(owned, id, run.clone(), take.client, is_new);
+        for slot in run {
+            let place = Place { extent: id, slot };
+            let slot = &mut owned.slots[slot as usize];
+            slot.generation += 1;
+            let block = BlockId { place, generation: slot.generation };
+            taken.push(Taken { block, written_by: slot.written_by.replace(take.client) });
+            extent.last_generation = extent.last_generation.max(block.generation);
+        }
+        Some(id)
     }
 
-    fn find(&mut self, take: &Take) -> Option<Place> {
+    fn find(&mut self, take: &Take) -> Option<Found> {
         let (tenant, format) = (take.tenant, take.cut.format);
         if let Some(near) = take.near {
             let next = Place { extent: near.extent, slot: near.slot + 1 };
@@ -76,23 +91,26 @@ impl Pool {
                     && o.slots.get(next.slot as usize).is_some_and(|s| s.block == Block::Free)
             });
             if fits && (take.new_descriptors > 0 || self.is_holder(next.extent, take.client)) {
-                return Some(next);
+                return Some(Found { place: next, is_new: false });
             }
         }
         let order: &[Source] = match take.whole {
             true => &[Source::Idle, Source::Clean, Source::Fullest],
             false => &[Source::Fullest, Source::Clean],
         };
-        let extent = order.iter().find_map(|source| match source {
-            Source::Idle | Source::Fullest => self.open_extent(take, *source),
-            Source::Clean => self.adopt(take),
+        let (extent, is_new) = order.iter().find_map(|source| match source {
+            Source::Idle | Source::Fullest => Some((self.open_extent(take, *source)?, false)),
+            Source::Clean => Some((self.adopt(take)?, true)),
         })?;
+        if is_new {
+            return Some(Found { place: Place { extent, slot: 0 }, is_new });
+        }
         let slots = &self.extents[&extent].owned()?.slots;
         let slot = slots.iter().position(|s| s.block == Block::Free)? as u32;
         if self.extents[&extent].owned()?.home.is_none() {
             self.rehome(extent, Some(take.client));
         }
-        Some(Place { extent, slot })
+        Some(Found { place: Place { extent, slot }, is_new })
     }
 
     /// An extent of the tenant with a free place: where the client lives, else where another one of the tenant does.
@@ -112,7 +130,8 @@ impl Pool {
         at_home.map(|(_, e)| e).filter(known).or_else(|| elsewhere().filter(known))
     }
 
-    /// Cuts a clean extent for a tenant, if it and the client may have one more.
+    /// Cuts a clean extent for a tenant, if it and the client may have one more. Its places are not listed yet: whoever takes
+    /// the first of them does that.
     fn adopt(&mut self, take: &Take) -> Option<ExtentId> {
         if take.new_extents == 0 || take.new_descriptors == 0 {
             return None;
@@ -134,7 +153,6 @@ impl Pool {
             wanted_back: false,
             aside: false,
         };
-        self.books.open(&owned, id);
         extent.usage = Use::Owned(owned);
         let bytes = cut.slot_bytes * u64::from(cut.slots);
         self.books.ledger.transfer(Account::Free, Account::Stranded, bytes);

@@ -162,7 +162,9 @@ impl Ours {
                     new_extents: 85,
                     new_descriptors: 85,
                 };
-                let block = pool.take(&take).expect("the pool has room").block;
+                let mut taken = Vec::new();
+                pool.take(&take, 1, &mut taken).expect("the pool has room");
+                let block = taken[0].block;
                 pool.add_holder(block.place.extent, client);
                 pool.hold(block, client).expect("it is credit");
                 pool.seal(block.place);
