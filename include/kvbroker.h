@@ -588,7 +588,7 @@ typedef struct kvb_attention_call {
     uint64_t kv_tokens;     /* 0: all tokens of the session */
     uint64_t window;        /* the most tokens that a query sees, itself included; 0: the layer's window, all without one */
     uint32_t layer;         /* index in the profile */
-    uint32_t element;       /* KVB_F16, KVB_F32: what K and V rows hold, [kv_heads][head_dim] */
+    uint32_t element;       /* KVB_F16 ff.: what K and V rows hold, [kv_heads][head_dim] */
     uint32_t query_heads;   /* a multiple of kv_heads; query head h reads KV head h / (query_heads / kv_heads) */
     uint32_t kv_heads;
     uint32_t head_dim;

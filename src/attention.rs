@@ -1,4 +1,4 @@
-//! Attention of queries over the keys and values of one layer, paged or contiguous, f16 or f32, with grouped query
+//! Attention of queries over the keys and values of one layer, paged or contiguous, of any [`Element`], with grouped query
 //! heads, a causal mask and an optional sliding window. Products and sums are f32.
 //!
 //! Owned here: the way from a block table to rows ([`KvSource`]), the conversion of rows ([`store_row`],

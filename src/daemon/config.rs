@@ -490,7 +490,7 @@ impl Config {
 
     /// Whether the pool comes from a heap under /dev/dma_heap.
     pub fn wants_heap(&self) -> bool {
-        check::backend(self).0 == crate::heap::Backend::DmaHeap
+        check::backend(self).0 == Backend::DmaHeap
     }
 
     /// Whether the pool comes from /dev/udmabuf.
@@ -510,7 +510,7 @@ impl Config {
 
     /// How the pool is cut on a machine with pages of `page` bytes.
     pub fn extents(&self, page: u64) -> Result<Extents, PackingError> {
-        check::cut_for(self, page, self.wants_heap())
+        check::cut_for(self, page, !check::backend(self).0.is_scattered())
     }
 
     /// The heap that would be taken, as a path of the board whose files are below `root`; `None` if none is named and

@@ -135,10 +135,6 @@ impl Heap for DmaHeap {
     fn proof(&self) -> Proof {
         self.proof.clone()
     }
-
-    fn revokes(&self) -> bool {
-        false
-    }
 }
 
 const SYNC_WRITE: u64 = 2;

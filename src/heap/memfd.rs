@@ -57,10 +57,6 @@ impl Heap for Memfd {
         Ok(buffer)
     }
 
-    fn revokes(&self) -> bool {
-        true
-    }
-
     fn has_room(&self, bytes: u64) -> Result<(), HeapError> {
         super::room::check("memfd", bytes)
     }

@@ -64,6 +64,11 @@ struct Facts {
     dma_buf: bool,
     /// Physical pages may lie anywhere; otherwise the kernel may have them in one piece, on borders of its own.
     scattered: bool,
+    /// Emptied by the broker, it reads as zero to whoever keeps it.
+    revocable: bool,
+    /// The kernel wants a write by the CPU begun, as well as ended.
+    #[cfg_attr(not(feature = "daemon"), allow(dead_code))]
+    begins_writes: bool,
     /// Descriptors that the broker needs for one buffer.
     descriptors: u32,
 }
@@ -83,6 +88,8 @@ impl Backend {
                 about: "A heap under /dev/dma_heap: over CMA contiguous, and aligned by the kernel",
                 dma_buf: true,
                 scattered: false,
+                revocable: false,
+                begins_writes: false,
                 descriptors: 1,
             },
             Backend::Memfd => Facts {
@@ -91,6 +98,8 @@ impl Backend {
                 about: "Sealed memfds",
                 dma_buf: false,
                 scattered: true,
+                revocable: true,
+                begins_writes: false,
                 descriptors: 1,
             },
             Backend::Imaginary => Facts {
@@ -99,6 +108,9 @@ impl Backend {
                 about: "No memory",
                 dma_buf: false,
                 scattered: true,
+                // There is nothing to keep.
+                revocable: true,
+                begins_writes: false,
                 descriptors: 0,
             },
             Backend::Udmabuf => Facts {
@@ -107,6 +119,9 @@ impl Backend {
                 about: "dma-bufs that /dev/udmabuf makes of memfds",
                 dma_buf: true,
                 scattered: true,
+                revocable: false,
+                // It knows no end without a beginning.
+                begins_writes: true,
                 // With the memfd that it is made of.
                 descriptors: 2,
             },
@@ -202,7 +217,9 @@ pub trait Heap: Send + Sync + fmt::Debug {
     /// A buffer of `bytes` bytes (whole pages) that reads as zero and whose memory is there.
     fn allocate(&self, bytes: u64) -> Result<Buffer, HeapError>;
     /// Whether dropping a buffer cuts off whoever still has it: then an idle extent can be taken without asking.
-    fn revokes(&self) -> bool;
+    fn revokes(&self) -> bool {
+        self.backend().facts().revocable
+    }
 
     /// Makes of a buffer that was somebody's one that nobody has ever seen: by whatever this heap can prove.
     fn renew(&self, old: Arc<Buffer>) -> Renewal {
@@ -315,10 +332,8 @@ impl Buffer {
 
     /// Cuts off whoever has it, where the kernel can: the broker itself may still have a message that names it.
     fn revoke(&self) {
-        if self.backend == Backend::Memfd {
-            if let Some(fd) = &self.fd {
-                self.punch(fd);
-            }
+        if let Some(fd) = self.fd.as_ref().filter(|_| self.backend.facts().revocable) {
+            self.punch(fd);
         }
     }
 
@@ -368,8 +383,7 @@ impl Buffer {
     fn write_by(&self, write: impl FnOnce(&SharedMap)) -> io::Result<()> {
         let Some(map) = self.map()? else { return Ok(()) };
         #[cfg(feature = "daemon")]
-        if self.backend == Backend::Udmabuf {
-            // udmabuf knows no end without a beginning.
+        if self.backend.facts().begins_writes {
             self.fd().map_or(Ok(()), dma::begin_cpu_write)?;
         }
         write(map);
@@ -414,10 +428,6 @@ impl Heap for Imaginary {
 
     fn allocate(&self, bytes: u64) -> Result<Buffer, HeapError> {
         Ok(Buffer { fd: None, backing: None, bytes, backend: Backend::Imaginary, map: OnceLock::new() })
-    }
-
-    fn revokes(&self) -> bool {
-        true
     }
 }
 

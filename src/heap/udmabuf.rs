@@ -136,10 +136,6 @@ impl Heap for Udmabuf {
         Ok(buffer)
     }
 
-    fn revokes(&self) -> bool {
-        false
-    }
-
     fn has_room(&self, bytes: u64) -> Result<(), HeapError> {
         super::room::check(&self.name(), bytes)
     }
