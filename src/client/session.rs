@@ -20,7 +20,7 @@ use super::view::View;
 use super::{Error, Format, ParsedGrant, PlaneView, Shared, read_one};
 use crate::attention::{PAGE_SHIFT, Paged};
 use crate::id::BlockId;
-use crate::profile::{Kv, Profile};
+use crate::profile::{Kv, Plane, Profile};
 use crate::wire::{self, MAX_BLOCKS, MAX_FDS, MAX_TOKENS, Verb, Writer};
 
 /// The most blocks that one request names, so that it stays far below the longest message.
@@ -201,7 +201,7 @@ impl Session {
                 self.zero_block(*spare);
             }
             if let Err(e) = self.push(*spare, false) {
-                for_more[i..].iter().for_each(|s| self.format.credits.give(Spare { zero: false, ..*s }));
+                self.give_back(&for_more[i..]);
                 return Err(e);
             }
         }
@@ -236,11 +236,16 @@ impl Session {
     fn replace_all(&mut self, copies: &[usize], spares: &[Spare]) -> Result<(), Error> {
         for (i, (&index, spare)) in copies.iter().zip(spares).enumerate() {
             if let Err(e) = self.replace(index, *spare) {
-                spares[i..].iter().for_each(|s| self.format.credits.give(Spare { zero: false, ..*s }));
+                self.give_back(&spares[i..]);
                 return Err(e);
             }
         }
         Ok(())
+    }
+
+    /// Blocks that were taken, and perhaps written, become credit again.
+    fn give_back(&self, spares: &[Spare]) {
+        spares.iter().for_each(|s| self.format.credits.give(Spare { zero: false, ..*s }));
     }
 
     fn check_range(&self, tokens: &Range<usize>) -> Result<(), Error> {
@@ -328,14 +333,13 @@ impl Session {
     fn refill(&mut self, missing: usize) -> Result<Vec<Spare>, Error> {
         self.report_all()?;
         let least = missing.min(MAX_FDS);
-        let ahead = self.client.options.credit_ahead as usize;
-        let want = (missing + ahead).min(MAX_FDS.max(least));
+        let want = (missing + self.credit_ahead()).min(MAX_FDS);
         let client = self.client.clone();
         let mut link = client.link()?;
-        let report = self.report();
+        let (report, blocks) = self.report();
         let got = client.request_blocks(&mut link, &self.format, Verb::Grow, self.id, |w| {
-            w.put(&wire::Grow { report: report.0, want: (want as u32).into(), least: (least as u32).into() });
-            w.put_blocks(report.1.iter().copied());
+            w.put(&wire::Grow { report, want: (want as u32).into(), least: (least as u32).into() });
+            w.put_blocks(blocks.iter().copied());
         })?;
         self.reported = self.entries.len();
         Ok(got)
@@ -365,12 +369,18 @@ impl Session {
 
     /// The part of the table that the broker does not know.
     fn report(&self) -> (wire::Report, Vec<BlockId>) {
-        let first = self.reported.min(self.entries.len()).max(self.head);
-        let blocks: Vec<_> = self.entries[first..].iter().map(|e| e.block).collect();
+        let end = self.entries.len();
+        self.report_of(self.reported.min(end).max(self.head)..end)
+    }
+
+    /// These entries, and the tokens up to their end.
+    fn report_of(&self, entries: Range<usize>) -> (wire::Report, Vec<BlockId>) {
+        let blocks: Vec<_> = self.entries[entries.clone()].iter().map(|e| e.block).collect();
         // Tokens of a block whose report is still to come are not the broker's business yet.
+        let tokens = self.tokens.min(entries.end << self.shift());
         let report = wire::Report {
-            tokens: (self.tokens as u64).into(),
-            first: (first as u32).into(),
+            tokens: (tokens as u64).into(),
+            first: (entries.start as u32).into(),
             used: (blocks.len() as u32).into(),
         };
         (report, blocks)
@@ -380,13 +390,8 @@ impl Session {
     fn report_all(&mut self) -> Result<(), Error> {
         while self.entries.len() - self.reported.max(self.head) > REPORT_BLOCKS {
             let first = self.reported.max(self.head);
-            let blocks: Vec<_> = self.entries[first..first + REPORT_BLOCKS].iter().map(|e| e.block).collect();
             let end = first + REPORT_BLOCKS;
-            let report = wire::Report {
-                tokens: (self.tokens.min(end << self.shift()) as u64).into(),
-                first: (first as u32).into(),
-                used: (blocks.len() as u32).into(),
-            };
+            let (report, blocks) = self.report_of(first..end);
             self.client.call(Verb::Grow, self.id, |w| {
                 w.put(&wire::Grow { report, want: 0.into(), least: 0.into() });
                 w.put_blocks(blocks.iter().copied());
@@ -482,7 +487,7 @@ impl Session {
         Paged { base: self.base(), table: &self.table, shift: self.shift(), k, v }
     }
 
-    /// The address of one row. It is there for `profile().groups()[0].layers[layer]` bytes; it may be written if
+    /// The address of one row. It is there for as many bytes as the profile says of the layer's K or V; it may be written if
     /// `ensure` has made room for the token and the token has not been sealed or shared since.
     ///
     /// # Panics
@@ -503,11 +508,14 @@ impl Session {
         self.block_at(token >> self.shift()).wrapping_add(plane.offset + within * plane.stride)
     }
 
+    fn plane_of(&self, layer: usize, kv: Kv) -> Result<Plane, Error> {
+        let planes = self.format.planes.get(layer);
+        planes.map(|p| p[kv as usize]).ok_or_else(|| Error::Invalid(format!("there is no layer {layer}")))
+    }
+
     fn check_row(&self, token: usize, layer: usize, kv: Kv, bytes: usize) -> Result<(), Error> {
         self.check_range(&(token..token + 1))?;
-        let planes = self.format.planes.get(layer);
-        let row =
-            planes.ok_or_else(|| Error::Invalid(format!("there is no layer {layer}")))?[kv as usize].row;
+        let row = self.plane_of(layer, kv)?.row;
         if bytes != row {
             return Err(Error::Invalid(format!("{bytes} bytes for a row of {row}: layer {layer}, {kv:?}")));
         }
@@ -764,8 +772,7 @@ impl Session {
         capacity: usize,
         address: Option<*mut u8>,
     ) -> Result<PlaneView, Error> {
-        let planes = self.format.planes.get(layer);
-        let plane = planes.ok_or_else(|| Error::Invalid(format!("there is no layer {layer}")))?[kv as usize];
+        let plane = self.plane_of(layer, kv)?;
         let blocks = capacity.div_ceil(self.per_block());
         if blocks < self.entries.len() {
             let text = format!("a view of {capacity} tokens: the session holds {} already", self.tokens);
