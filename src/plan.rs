@@ -493,8 +493,8 @@ impl Board {
 
 fn group_plans(profile: &Profile, extents: &Extents, context: u64) -> Vec<GroupPlan> {
     let plan = |(number, group): (usize, &crate::profile::Group)| {
-        let Packing { slot_bytes, blocks_per_extent, blocks, blocks_ideal, waste, .. } =
-            extents.pack(profile.block_bytes(number));
+        let (block, held) = (profile.block_bytes(number), profile.group_blocks_at(number, context));
+        let Packing { slot_bytes, blocks_per_extent, blocks, blocks_ideal, waste, .. } = extents.pack(block);
         let bytes_per_token = profile.group_bytes_per_token(number);
         let kept = group.window.map_or(context, |w| context.min(u64::from(w)));
         let planes = group.layers.iter().map(|(_, l)| 1 + u64::from(l.v_row > 0)).sum();
@@ -503,11 +503,11 @@ fn group_plans(profile: &Profile, extents: &Extents, context: u64) -> Vec<GroupP
             layer_numbers: group.layers.iter().map(|(n, _)| *n).collect(),
             window: group.window,
             bytes_per_token,
-            bytes_per_block: profile.block_bytes(number),
+            bytes_per_block: block,
             slot_bytes,
             bytes_at_context: kept * bytes_per_token,
-            blocks_at_context: profile.group_blocks_at(number, context),
-            held_bytes_at_context: profile.group_blocks_at(number, context) * profile.block_bytes(number),
+            blocks_at_context: held,
+            held_bytes_at_context: held * block,
             planes,
             blocks_per_extent,
             blocks_ideal,

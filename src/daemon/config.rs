@@ -1,7 +1,8 @@
 //! What the operator configures: `/etc/kvbroker/kvbroker.toml`, the drop-ins beside it, and the command line over both.
 //!
-//! Owns no state. Invariant: a configuration that exists is complete and consistent in itself; an unknown key, a wrong
-//! type or a size without unit is an error that names the file and the key, never a default in disguise.
+//! Owns no state. Invariant: a configuration that exists is complete, with each value within its bounds; an unknown key, a
+//! wrong type or a size without unit is an error that names the file and the key, never a default in disguise. What
+//! contradicts something else only once the pool is cut, [`Config::consistent`] refuses.
 
 mod files;
 
@@ -19,7 +20,7 @@ use super::check::{self, Outlook};
 use super::pressure;
 use crate::broker::{CommonRule, Eviction, Policy, StorePolicy, TenantPolicy};
 use crate::client::DEFAULT_SOCKET;
-use crate::heap::{Backend, DmaHeap};
+use crate::heap::{Backend, DmaHeap, UDMABUF_DEVICE};
 use crate::id::Tenant;
 use crate::model::{KvType, ModelShape};
 use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, Extents, PackingError};
@@ -86,7 +87,7 @@ impl Default for DeviceTable {
             address_bits: 32,
             coherent: None,
             iommu: "/dev/iommu".into(),
-            udmabuf: "/dev/udmabuf".into(),
+            udmabuf: UDMABUF_DEVICE.into(),
             staging: Size::from_bytes(2 << 20),
             staging_total: Size::from_bytes(8 << 20),
             staging_heap: None,
@@ -573,26 +574,24 @@ impl Config {
         }
         let pool_bytes = over.pool.unwrap_or(file.pool.size).bytes();
         let minimum_bytes = file.pool.minimum.map_or(pool_bytes / 2, Size::bytes);
-        if minimum_bytes > pool_bytes {
-            let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
-            return Err(origins.wrong("pool.minimum", Size::from_bytes(minimum_bytes).exact(), why));
-        }
         let floor_bytes = file.pool.floor.map_or(minimum_bytes, Size::bytes);
-        if floor_bytes > pool_bytes {
-            let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
-            return Err(origins.wrong("pool.floor", Size::from_bytes(floor_bytes).exact(), why));
+        for (key, bytes) in [("pool.minimum", minimum_bytes), ("pool.floor", floor_bytes)] {
+            if bytes > pool_bytes {
+                let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
+                return Err(origins.wrong(key, Size::from_bytes(bytes).exact(), why));
+            }
         }
         let usual = pressure::Source::default();
         let pressure = pressure::Source {
             path: over.pressure_file.clone().unwrap_or(usual.path),
             every: over.pressure_every.map_or(usual.every, std::time::Duration::from_millis),
         };
-        if file.pool.device == DeviceAccess::Vfio && file.device.node.is_none() {
+        let vfio = file.pool.device == DeviceAccess::Vfio;
+        if vfio && file.device.node.is_none() {
             let why =
                 "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
             return Err(origins.wrong("pool.device", "vfio", why.into()));
         }
-        let vfio = file.pool.device == DeviceAccess::Vfio;
         if vfio && file.device.coherent == Some(false) {
             let why = "VFIO binds coherent devices only: leave it out, or name another pool.device";
             return Err(origins.wrong("device.coherent", "false", why.into()));
