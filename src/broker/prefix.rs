@@ -88,7 +88,7 @@ pub struct Publication {
     pub windowed: bool,
 }
 
-/// What of a chain is known.
+/// Counts of an index.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct PrefixStats {
     /// Published blocks.
@@ -552,10 +552,9 @@ impl Prefixes {
 
     /// Every published block with its tenant and whether it is pinned, in no order that means anything.
     pub fn iter(&self) -> impl Iterator<Item = (&Digest, BlockId, Tenant, bool)> {
-        let of = |e: &'_ Entry| (e.node.block, e.node.tenant, !e.node.pins.is_empty());
-        self.tree.iter().map(move |(_, entry)| {
-            let (block, tenant, pinned) = of(entry);
-            (&entry.name, block, tenant, pinned)
+        self.tree.iter().map(|(_, entry)| {
+            let node = &entry.node;
+            (&entry.name, node.block, node.tenant, !node.pins.is_empty())
         })
     }
 

@@ -1,7 +1,7 @@
 //! The pool: all extents, the blocks in them, and the ledger over both.
 //!
 //! Owns the state of every place. It touches no memory: buffers belong to the broker, which does what the pool
-//! decides. Invariants, each checked by [`Pool::check`]:
+//! decides. Invariants (what of them one state shows, [`Pool::check`] checks; what a change must keep, the broker's model test does):
 //! - the ledger adds up to the pool, and with all that is counted beside it is what a count from the extents gives;
 //! - an extent belongs to one tenant at a time, and changes hands only as a new extent;
 //! - a place is granted only while it is free, and each grant is a new generation of it;
