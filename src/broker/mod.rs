@@ -556,7 +556,7 @@ impl Broker {
         let Some(client) = self.state.clients.remove(&id) else { return };
         self.waiting.remove(&id);
         let last = self.state.clients.values().all(|c| c.tenant != client.tenant);
-        self.waits.forget(id, client.tenant, last);
+        self.stirred |= self.waits.forget(id, client.tenant, last);
         self.orphan_windows(id);
         for session in client.sessions {
             self.end_session(session);
@@ -768,7 +768,7 @@ impl Broker {
             if let Some(Waiting::Extents(message)) = self.waiting.remove(&client) {
                 self.request(client, &message);
                 if !matches!(self.waiting.get(&client), Some(Waiting::Extents(_))) {
-                    self.waits.serve(client, tenant);
+                    self.stirred |= self.waits.serve(client, tenant);
                 }
             }
         }
@@ -779,7 +779,8 @@ impl Broker {
         self.let_go_of_devices();
         self.tend_common();
         self.end_waiting_for_copies();
-        if std::mem::take(&mut self.stirred) {
+        // Whoever was due may have been answered, and others have waited for that.
+        while std::mem::take(&mut self.stirred) {
             self.retry();
         }
         self.shrink_cache();
