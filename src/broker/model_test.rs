@@ -37,8 +37,8 @@ const LIMITED: (u32, u32) = (1002, 2);
 const RESERVED: (u32, u32) = (1001, 1);
 /// Bytes that a tenant may pin, in pages.
 const PINNED: u64 = 6;
-/// Blocks that the tables of a tenant may name.
-const NAMED: u64 = 16;
+/// Blocks that the tables and pins of a tenant may name.
+const NAMED: u64 = 20;
 
 /// Geometries: tokens per block, slots per extent.
 const FORMATS: [(u32, u32); 3] = [(2, 4), (4, 1), (1, 4)];

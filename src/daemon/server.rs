@@ -7,7 +7,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::OwnedFd;
+use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
@@ -18,12 +18,13 @@ use nix::sys::socket::{getsockopt, sockopt};
 use super::admin::{self, Operator, Wait};
 use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
+use super::namespace::{Namespace, Stranger};
 use super::pressure::{Needs, News, Pressure};
 use super::turns::{self, Ready};
 use super::watch::{self, Watch};
 use super::worker::Worker;
 use crate::broker::{Broker, ConnectError, Peer};
-use crate::id::ClientId;
+use crate::id::{ClientId, Tenant};
 use crate::seqpacket::SeqPacket;
 use crate::wire::{self, Event, Fault, MAX_MESSAGE, Writer};
 
@@ -127,6 +128,7 @@ pub(super) struct Server {
     /// Something has happened to a tombstone.
     stirred: bool,
     limits: Limits,
+    namespace: Namespace,
     /// Connections on which nobody has said hello yet, by the end of their patience.
     silent: BTreeSet<(Instant, ClientId)>,
     /// Counts the turns of the loop.
@@ -184,6 +186,7 @@ impl Server {
             most_in_flight: most_in_flight(),
             stirred: false,
             limits,
+            namespace: Namespace::of_this_process(),
             silent: BTreeSet::new(),
             turn: 0,
             recheck_at: None,
@@ -387,9 +390,15 @@ impl Server {
             Ok(pidfd) => Some(pidfd),
             // Without one (older kernels) the socket alone says when the client has gone.
             Err(Errno::ENOPROTOOPT) => None,
-            // The process has gone already, or there is no descriptor left to watch it with.
+            Err(Errno::ESRCH) => return Err(turn_away(fd, Stranger::Ended(uid))),
+            // There is no descriptor left to watch it with.
             Err(e) => return Err(e.into()),
         };
+        if !self.broker.tenancy().named.contains_key(&Tenant(uid)) {
+            if let Err(e) = self.namespace.admits(uid, peer.pid(), pidfd.as_ref().map(AsFd::as_fd)) {
+                return Err(turn_away(fd, e));
+            }
+        }
         let socket = SeqPacket::from(fd);
         socket.refuse_descriptors();
         let id = match self.broker.connect(Peer { uid, pid: peer.pid() }) {
@@ -790,6 +799,12 @@ fn numbers(why: &ConnectError) -> (Fault, u64, u64) {
         }
         ConnectError::TenantFull { count, .. } => (Fault::OverLimit, u64::from(*count) + 1, (*count).into()),
     }
+}
+
+/// Tells whoever has connected why there is no connection, if the socket takes it.
+fn turn_away(fd: OwnedFd, why: Stranger) -> Box<dyn std::error::Error> {
+    let _ = SeqPacket::from(fd).send(&refusal(Fault::BadRequest, 0, 0, &why.to_string()), &[]);
+    why.into()
 }
 
 /// The event `refused`.
