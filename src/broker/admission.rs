@@ -13,6 +13,7 @@ use super::waits::Lack;
 use super::{Broker, Refused, Reply};
 use crate::id::{BlockId, ClientId, FormatId, Place, SessionId, Tenant};
 use crate::pool::{Block, Cut};
+use crate::seldom::seldom;
 use crate::wire::{self, Event, Fault, Verdict};
 
 /// What came of a request to be admitted.
@@ -294,7 +295,7 @@ impl Broker {
             client.lost.insert(id, kept);
         }
         self.check_windows(id);
-        log::info!("{id} of uid {} did not make room in time and has ended", session.tenant.0);
+        seldom!(info, "{id} of uid {} did not make room in time and has ended", session.tenant.0);
         let body = wire::Opened { session: id.number.into() };
         self.tell(session.client, Event::SessionLost, id.number, &body);
     }

@@ -29,6 +29,7 @@ use super::{Broker, Descriptor, Job, Session};
 use crate::heap::{ReadOnlyCopy, Sealed};
 use crate::id::{BlockId, ClientId, ExtentId, Place, Tenant};
 use crate::profile::Profile;
+use crate::seldom::seldom;
 
 /// Pins what is being copied. No chain has this name: nobody knows what hashes to it.
 const COPYING: Digest = [1; 32];
@@ -611,7 +612,13 @@ impl Broker {
         if self.readers_of(&pin) != readers {
             return;
         }
-        log::info!("{} blocks of uid {} are common to {} tenants", names.len(), pin.tenant.0, readers.len());
+        seldom!(
+            info,
+            "{} blocks of uid {} are common to {} tenants",
+            names.len(),
+            pin.tenant.0,
+            readers.len()
+        );
         for (copy, names) in made.into_iter().zip(names.chunks(slots)) {
             let common = &mut self.state.common;
             let extent = ExtentId::of_copy(common.next);
@@ -629,7 +636,7 @@ impl Broker {
     fn refuse_copy(&mut self, chain: Digest, why: String) {
         if self.common.said.get(&chain) != Some(&why) {
             let name = digits(&chain);
-            log::warn!("chain {name} is not common to the tenants that prefix.common names: {why}");
+            seldom!(warn, "chain {name} is not common to the tenants that prefix.common names: {why}");
         }
         self.common.refused.insert(chain, why);
         self.stirred = true;
@@ -675,7 +682,8 @@ impl Broker {
             (e.donor.0, e.readers.iter().map(|t| t.0.to_string()).collect::<Vec<_>>().join(", "));
         let why = error
             .map_or("somebody has it open still".into(), |e| format!("who has it open cannot be told: {e}"));
-        log::warn!(
+        seldom!(
+            warn,
             "{extent}, a copy of a prompt of uid {donor} for uid {readers}, has been given back by all, and {why}; it counts \
              against the part of uid {donor} until it is closed"
         );

@@ -25,6 +25,7 @@ use super::watch::{self, Watch};
 use super::worker::Worker;
 use crate::broker::{Broker, ConnectError, Peer};
 use crate::id::{ClientId, Tenant};
+use crate::seldom::seldom;
 use crate::seqpacket::SeqPacket;
 use crate::wire::{self, Event, Fault, MAX_MESSAGE, Writer};
 
@@ -32,9 +33,6 @@ use crate::wire::{self, Event, Fault, MAX_MESSAGE, Writer};
 const PER_TURN: usize = 16;
 /// How long to leave alone what the kernel had no room for.
 const BREATHER: Duration = Duration::from_millis(20);
-
-/// How often the log says that connections are refused.
-const REFUSED_AT_MOST_EVERY: Duration = Duration::from_secs(1);
 
 /// Events that one look finds at most.
 const EVENTS: usize = 512;
@@ -137,9 +135,6 @@ pub(super) struct Server {
     recheck_at: Option<Instant>,
     /// Connections whose messages the kernel had no room for.
     crowded: BTreeSet<ClientId>,
-    /// Connections refused since that was logged last, and when that was.
-    refused: u64,
-    refused_logged: Option<Instant>,
     /// Listeners that are left alone until then.
     paused_until: Option<Instant>,
     watchdog: Option<Duration>,
@@ -191,8 +186,6 @@ impl Server {
             turn: 0,
             recheck_at: None,
             crowded: BTreeSet::new(),
-            refused: 0,
-            refused_logged: None,
             paused_until: None,
             watchdog,
             unchecked: false,
@@ -337,7 +330,7 @@ impl Server {
             match self.clients.accept() {
                 Ok(Some(fd)) => {
                     if let Err(e) = self.greet(fd) {
-                        self.note_refused(&*e);
+                        seldom!(warn, "a connection was refused: {e}");
                     }
                 }
                 Ok(None) => return,
@@ -346,23 +339,9 @@ impl Server {
         }
     }
 
-    /// Logs that somebody could not connect. Whoever tries again at once could fill the log with it: once a second is enough,
-    /// and how often it was since.
-    fn note_refused(&mut self, why: &dyn std::error::Error) {
-        self.refused += 1;
-        if self.refused_logged.is_some_and(|t| t.elapsed() < REFUSED_AT_MOST_EVERY) {
-            return;
-        }
-        self.refused_logged = Some(Instant::now());
-        match std::mem::take(&mut self.refused) {
-            1 => log::warn!("a connection was refused: {why}"),
-            more => log::warn!("{more} connections were refused, the last one because: {why}"),
-        }
-    }
-
     /// The kernel would not accept: the listeners are left alone for a moment, so that the loop does not spin.
     fn pause(&mut self, why: &io::Error) {
-        log::warn!("accepting connections: {why}");
+        seldom!(warn, "accepting connections: {why}");
         let nothing = |token: Token| EpollEvent::new(EpollFlags::empty(), token.pack());
         let _ = self.epoll.modify(&self.clients, &mut nothing(Token::Clients));
         let _ = self.epoll.modify(&self.admin, &mut nothing(Token::Admin));
@@ -457,7 +436,8 @@ impl Server {
         match connection.socket.recv(&mut self.buffer) {
             Ok(r) if r.bytes == 0 => self.end(id),
             Ok(r) if !r.fds.is_empty() || r.fds_lost => {
-                log::warn!(
+                seldom!(
+                    warn,
                     "client {} (uid {}): sent descriptors, which no request carries",
                     id.0,
                     connection.uid
@@ -495,7 +475,7 @@ impl Server {
                 if connection.queue(output, extents) {
                     to.insert(id);
                 } else {
-                    log::warn!("client {} (uid {}) does not read: dropped", id.0, connection.uid);
+                    seldom!(warn, "client {} (uid {}) does not read: dropped", id.0, connection.uid);
                     self.end(id);
                 }
             }
@@ -565,7 +545,7 @@ impl Server {
         connection.listening = flags;
         let mut event = EpollEvent::new(flags, Token::Client(id).pack());
         if let Err(e) = self.epoll.modify(&*connection, &mut event) {
-            log::warn!("client {}: {e}", id.0);
+            seldom!(warn, "client {}: {e}", id.0);
             self.end(id);
         }
     }
@@ -721,7 +701,7 @@ impl Server {
         for id in watching {
             if let Some(queue) = self.operators.get_mut(&id).and_then(Operator::watching) {
                 if !queue.push(changes) {
-                    log::warn!("an operator that watches does not read: dropped");
+                    seldom!(warn, "an operator that watches does not read: dropped");
                 }
             }
             self.operator(id, EpollFlags::empty());
