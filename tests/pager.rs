@@ -394,6 +394,19 @@ fn works(broker: &Embedded) -> Pager {
     p
 }
 
+/// Another process's session has the whole pool.
+fn take_everything(broker: &Embedded) -> (Client, kvbroker::client::Session) {
+    let hog = client(broker);
+    let profile = Profile::uniform("hog", "f16", 1, 4096, 4096, 16).unwrap();
+    let mut session = hog.open(&hog.profile(&profile).unwrap(), OpenOptions::default()).unwrap();
+    let mut tokens = 16;
+    while session.ensure(tokens).is_ok() {
+        tokens += 16;
+    }
+    assert_eq!(account(broker, "free"), 0);
+    (hog, session)
+}
+
 #[test]
 fn the_child_plays_its_role() {
     let Ok(role) = std::env::var(ROLE) else { return };
@@ -450,6 +463,31 @@ fn the_child_plays_its_role() {
             drop(p);
             // SAFETY: it is not: the range is gone, and that is what is tested.
             unsafe { base.write_volatile(1) };
+        }
+        "freed while writing" => {
+            handle(libc::SIG_DFL, 0);
+            // A wait without an end that anybody would see. When the pager goes, the write that is being served gets the
+            // one private block; nobody has begun to serve the other.
+            let block = pager(&broker, 2048).stats().block_bytes as u64;
+            let long = PagerOptions { wait: Duration::from_secs(3600), spill: block, ..options() };
+            let p = pager_with(&broker, 2048, long).unwrap();
+            let unit = p.unit_bytes(0);
+            let units = p.stats().units;
+            let _others = take_everything(&broker);
+            let at = |u: usize| p.plane(0).wrapping_add(u * unit) as usize;
+            for unit in [at(0), at(units - 1)] {
+                let before = p.stats().faults;
+                // SAFETY: inside the plane, which stays mapped until this thread has been answered.
+                std::thread::spawn(move || unsafe { (unit as *mut u8).write_volatile(1) });
+                while p.stats().faults == before {
+                    std::thread::sleep(Duration::from_millis(1));
+                }
+                // The pager's thread is in the first one's wait when the second one comes.
+                std::thread::sleep(Duration::from_millis(300));
+            }
+            drop(p);
+            // Whoever was to die of it does so now.
+            std::thread::sleep(Duration::from_secs(60));
         }
         "fork" => {
             handle(libc::SIG_DFL, 0);
@@ -517,6 +555,13 @@ fn a_write_that_nobody_can_grant_ends_the_process_with_words_that_help() {
     for word in ["pool is in use", "KVBROKER_WAIT_MS", "KVBROKER_SPILL", "KVBROKER_ADMIT=longest"] {
         assert!(text.contains(word), "{text}");
     }
+}
+
+#[test]
+fn a_write_that_waits_while_its_pager_is_freed_does_not_wait_for_ever() {
+    let out = play("freed while writing");
+    assert_eq!(out.status.signal(), Some(libc::SIGSEGV), "{:?} {}", out.status, said(&out));
+    assert!(said(&out).contains("was written while it was being freed"), "{}", said(&out));
 }
 
 #[test]

@@ -29,6 +29,19 @@ fn alone<H: FromBytes + IntoBytes + Immutable + KnownLayout + Unaligned>(
     counted::<H, u8>(body, 0, |_| 0)
 }
 
+/// The one request with two lists: tokens, then blocks.
+fn seal(body: &[u8]) -> Result<(), WireError> {
+    let mut reader = Reader::new("the message", body);
+    let head: &wire::Seal = reader.one()?;
+    let tokens: &[U32] = reader.many(head.count.get(), wire::MAX_TOKENS)?;
+    let used: &[wire::WireBlock] = reader.many(head.report.used.get(), wire::MAX_BLOCKS)?;
+    reader.end()?;
+    let mut writer = Writer::default();
+    writer.put(head).put(tokens).put(used);
+    assert_eq!(writer.body(), body, "a message that was read is written as it was");
+    Ok(())
+}
+
 /// How each kind of message is laid out (`docs/protocol.md`). New ones at the end: seeds name them by their place.
 type Shape = fn(&[u8]) -> Result<(), WireError>;
 const SHAPES: &[Shape] = &[
@@ -61,6 +74,7 @@ const SHAPES: &[Shape] = &[
     |b| counted::<wire::Grant, wire::GrantedBlock>(b, wire::MAX_BLOCKS, |g| g.blocks.get()),
     alone::<wire::WindowMade>,
     alone::<wire::Refusal>,
+    seal,
 ];
 
 /// A message whose first byte says how it is to be read, and whose rest follows.

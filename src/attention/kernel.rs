@@ -582,7 +582,8 @@ mod tests {
 
     #[test]
     fn the_exponential_is_within_two_units_in_the_last_place() {
-        for n in 0..200_000u32 {
+        // Under Miri fewer: each costs a thousand times as much.
+        for n in (0..200_000u32).step_by(if cfg!(miri) { 499 } else { 1 }) {
             let x = -(n as f32) * (87.0 / 200_000.0);
             let want = f64::from(x).exp();
             for got in [exp::<true>(x), exp::<false>(x)] {

@@ -182,7 +182,7 @@ fn real_geometries_give_the_defined_answer_and_the_same_bits_paged_or_not() {
         (7, 1, 17),
     ] {
         let shape = Shape::new(query_heads, kv_heads, head_dim);
-        for element in [Element::F16, Element::F32] {
+        for element in Element::ALL {
             for (tokens, queries) in [(1, 1), (31, 1), (33, 33), (100, 1), (100, 3), (150, 70)] {
                 check(&shape, element, 4, tokens, queries, 1);
             }
@@ -356,7 +356,7 @@ proptest! {
         (kv_heads, group, head_dim) in (1usize..5, 1usize..10, 1usize..70),
         (shift, tokens, queries) in (0u32..7, 1usize..200, 1usize..60),
         window in proptest::option::of(1usize..220),
-        element in prop_oneof![Just(Element::F16), Just(Element::F32)],
+        element in proptest::sample::select(Element::ALL.to_vec()),
         seed: u64,
     ) {
         let shape = Shape { window, ..Shape::new(kv_heads * group, kv_heads, head_dim) };

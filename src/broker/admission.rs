@@ -11,8 +11,8 @@ use std::time::{Duration, Instant};
 
 use super::waits::Lack;
 use super::{Broker, Refused, Reply};
-use crate::id::{BlockId, ClientId, FormatId, Place, SessionId, Tenant};
-use crate::pool::{Block, Cut};
+use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, SessionId, Tenant};
+use crate::pool::{Block, Cut, Slot};
 use crate::seldom::seldom;
 use crate::wire::{self, Event, Fault, Verdict};
 
@@ -196,19 +196,19 @@ impl Broker {
         }
         // Those who were asked already first, then the least important, then the youngest.
         victims.sort_unstable_by_key(|(priority, new, born, _)| (*new, *priority, *born));
-        let mut going: BTreeMap<Place, u32> = BTreeMap::new();
-        if self.reach_without(tenant, cut, own, &going) >= least {
+        let mut emptied = Emptied::now(self, tenant, cut);
+        if self.reach(tenant, cut, own, emptied.extents.iter().copied()) >= least {
             // Enough is on its way: its holders have only to give it back.
             return false;
         }
         let mut chosen = Vec::new();
         let mut enough = false;
         for (_, _, _, id) in victims {
-            for block in &self.state.sessions[&id].table {
-                *going.entry(block.place).or_default() += 1;
-            }
+            let before = emptied.extents.len();
+            emptied.without(self, &self.state.sessions[&id].table);
             chosen.push(id);
-            if self.reach_without(tenant, cut, own, &going) >= least {
+            let came = emptied.extents.len() > before;
+            if came && self.reach(tenant, cut, own, emptied.extents.iter().copied()) >= least {
                 enough = true;
                 break;
             }
@@ -228,34 +228,6 @@ impl Broker {
             self.tell(self.state.sessions[&id].client, Event::ReclaimSession, id.number, &body);
         }
         true
-    }
-
-    /// Blocks that the tenant could have if tables did not hold `going`.
-    fn reach_without(&self, tenant: Tenant, cut: &Cut, own: u32, going: &BTreeMap<Place, u32>) -> u64 {
-        let mut left: BTreeMap<Tenant, u32> = BTreeMap::new();
-        let mut extents = Vec::new();
-        for (&extent, e) in self.state.pool.extents().iter() {
-            let Some(o) = e.owned() else { continue };
-            let goes = |(slot, s): (usize, &crate::pool::Slot)| match s.block {
-                Block::Free | Block::Suspect(_) => true,
-                Block::Held { pinned: true, .. } | Block::Credit(_) => false,
-                Block::Held { refs, .. } => {
-                    let place = Place { extent, slot: slot as u32 };
-                    refs == going.get(&place).copied().unwrap_or(0)
-                }
-            };
-            let usable =
-                (o.tenant, o.format) == (tenant, cut.format) && (o.free + o.cached) as usize == o.slots.len();
-            if usable || !o.slots.iter().enumerate().all(goes) {
-                continue;
-            }
-            let surplus = left.entry(o.tenant).or_insert_with(|| self.surplus(o.tenant));
-            if o.tenant == tenant || *surplus > 0 {
-                *surplus = surplus.saturating_sub(1);
-                extents.push(extent);
-            }
-        }
-        self.reach(tenant, cut, own, extents.into_iter())
     }
 
     /// When the next session's time is up.
@@ -347,5 +319,71 @@ impl Broker {
             blocks: decision.blocks.into(),
         });
         Ok(Some(reply))
+    }
+}
+
+/// Extents that would be without a block in use if some sessions ended: one look at the pool, and then at the tables of
+/// those that are to end.
+struct Emptied {
+    /// For whom.
+    tenant: Tenant,
+    /// Blocks of each extent that only tables and windows keep in use, so many.
+    in_use: BTreeMap<ExtentId, u32>,
+    /// How many of its references each of these has lost.
+    lost: BTreeMap<Place, u32>,
+    /// How many extents other tenants can still spare.
+    surplus: BTreeMap<Tenant, u32>,
+    /// What the tenant could have of it, in the order in which it is found.
+    extents: Vec<ExtentId>,
+}
+
+impl Emptied {
+    /// Without any session's end. What the tenant could use as it is does not count.
+    fn now(broker: &Broker, tenant: Tenant, cut: &Cut) -> Self {
+        let (in_use, lost, surplus, extents) =
+            (BTreeMap::new(), BTreeMap::new(), BTreeMap::new(), Vec::new());
+        let mut emptied = Emptied { tenant, in_use, lost, surplus, extents };
+        for (&extent, e) in broker.state.pool.extents().iter() {
+            let Some(o) = e.owned() else { continue };
+            let own = (o.tenant, o.format) == (tenant, cut.format);
+            let usable = own && (o.free + o.cached) as usize == o.slots.len();
+            let stays = |s: &Slot| matches!(s.block, Block::Credit(_) | Block::Held { pinned: true, .. });
+            if usable || o.slots.iter().any(stays) {
+                continue;
+            }
+            let is_held = |s: &&Slot| matches!(s.block, Block::Held { refs: 1.., .. });
+            match o.slots.iter().filter(is_held).count() as u32 {
+                0 => emptied.count(broker, extent, o.tenant),
+                some => _ = emptied.in_use.insert(extent, some),
+            }
+        }
+        emptied
+    }
+
+    /// A table goes.
+    fn without(&mut self, broker: &Broker, table: &[BlockId]) {
+        for place in table.iter().map(|block| block.place) {
+            let Some(in_use) = self.in_use.get_mut(&place.extent) else { continue };
+            let Some(o) = broker.state.pool.extents()[&place.extent].owned() else { continue };
+            let Block::Held { refs, .. } = o.slots[place.slot as usize].block else { continue };
+            let lost = self.lost.entry(place).or_default();
+            *lost += 1;
+            if *lost < refs {
+                continue;
+            }
+            *in_use -= 1;
+            if *in_use == 0 {
+                self.count(broker, place.extent, o.tenant);
+            }
+        }
+    }
+
+    /// An extent is without a block in use. The tenant gets others' only as far as these have more than they must keep.
+    fn count(&mut self, broker: &Broker, extent: ExtentId, owner: Tenant) {
+        let surplus = self.surplus.entry(owner).or_insert_with(|| broker.surplus(owner));
+        if owner == self.tenant || *surplus > 0 {
+            *surplus = surplus.saturating_sub(1);
+            self.extents.push(extent);
+        }
     }
 }

@@ -46,7 +46,7 @@ impl Broker {
     }
 
     /// Extents that are asked for now.
-    pub(super) fn asked_extents(&self) -> usize {
+    fn asked_extents(&self) -> usize {
         // One whose last holder has just gone has come back already, and is counted where it is now.
         let is_asked = |(extent, asked): &(&ExtentId, &Asked)| {
             asked.until.is_some() && self.state.pool.is_wanted_back(**extent)

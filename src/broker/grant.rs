@@ -187,7 +187,7 @@ impl Broker {
         let before = self.state.pool.extents_of(tenant);
         let mut taken = Vec::with_capacity(most as usize);
         let mut near = want.near;
-        let mut descriptors = BTreeSet::new();
+        let mut descriptors = Vec::new();
         let mut whole = self.whole_extents(cut, want, budget);
         while (taken.len() as u64) < most {
             let pressing = taken.len() < want.least as usize;
@@ -201,14 +201,13 @@ impl Broker {
                 new_extents: if pressing { budget.saturating_sub(adopted) } else { 0 },
                 new_descriptors: (MAX_FDS - descriptors.len()) as u32,
             };
-            let Some(one) = self.state.pool.take(&take) else { break };
-            whole -= u32::from(whole > 0 && near.is_none_or(|n| n.extent != one.block.place.extent));
-            let extent = one.block.place.extent;
+            let missing = u32::try_from(most).unwrap_or(u32::MAX) - taken.len() as u32;
+            let Some(extent) = self.state.pool.take(&take, missing, &mut taken) else { break };
+            whole -= u32::from(whole > 0 && near.is_none_or(|n| n.extent != extent));
             if self.state.pool.add_holder(extent, client) {
-                descriptors.insert(extent);
+                descriptors.push(extent);
             }
-            near = Some(one.block.place);
-            taken.push(one);
+            near = taken.last().map(|one| one.block.place);
         }
         self.fresh_descriptors.extend(descriptors);
         taken

@@ -38,7 +38,7 @@ const RESERVED: (u32, u32) = (1001, 1);
 /// Bytes that a tenant may pin, in pages.
 const PINNED: u64 = 6;
 /// Blocks that the tables and pins of a tenant may name.
-const NAMED: u64 = 20;
+const NAMED: u64 = 24;
 
 /// Geometries: tokens per block, slots per extent.
 const FORMATS: [(u32, u32); 3] = [(2, 4), (4, 1), (1, 4)];

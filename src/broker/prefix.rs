@@ -324,6 +324,7 @@ impl Prefixes {
     }
 
     /// The block under `name`, counted as a look-up.
+    #[inline]
     pub fn look_up(&mut self, name: &Digest) -> Option<BlockId> {
         self.queries += 1;
         let at = self.tree.find(name)?;
@@ -331,12 +332,19 @@ impl Prefixes {
         let entry = &mut self.tree[at];
         let (block, found) = (entry.node.block, entry.node.hits.saturating_add(1));
         // Only the first find of what is in the order of eviction changes its place there.
-        if entry.listed && found == 1 {
-            self.change(at, |node| node.hits = found);
+        if found == 1 && entry.listed {
+            self.find_first(at);
         } else {
             entry.node.hits = found;
         }
         Some(block)
+    }
+
+    /// Apart from [`look_up`](Self::look_up), so that what it is nearly always stays short.
+    #[cold]
+    #[inline(never)]
+    fn find_first(&mut self, at: At) {
+        self.change(at, |node| node.hits = 1);
     }
 
     /// The look-up that found nothing here has found it elsewhere.

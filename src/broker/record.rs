@@ -1,9 +1,14 @@
 //! The broker's state as one record: versioned, checksummed, rebuilt without a second source.
 //!
-//! Owns nothing. Invariant: a record that is read back gives exactly the state that was written; one that is cut,
-//! changed, of another version, or in contradiction with itself gives an error and nothing else.
+//! Owns nothing. Invariants: a record that is read back gives exactly the state that was written (`model_test` compares them
+//! after every step); one that is cut, changed, of another version, or in contradiction with itself gives an error and
+//! nothing else (`tests`, one for each refusal); whatever changes in what is written is another `VERSION`
+//! (`what_a_record_holds_is_what_its_version_says`, against `record/layout.txt`).
 //!
 //! Layout: `KVBSTATE`, version (u32 LE), length of the body (u64 LE), SHA-256 of the body, body (postcard).
+
+#[cfg(test)]
+mod tests;
 
 use sha2::{Digest as _, Sha256};
 use thiserror::Error;
@@ -35,6 +40,8 @@ pub enum RecordError {
     Checksum,
     #[error("the state record does not decode: {0}")]
     Decode(#[from] postcard::Error),
+    #[error("the state record has {0} bytes more than its state")]
+    Longer(usize),
     #[error("the state record names {0}, whose buffer is not there")]
     NoBuffer(ExtentId),
     #[error("the state record contradicts itself: {0}")]
@@ -114,5 +121,8 @@ fn read(record: &[u8]) -> Result<State, RecordError> {
     if Sha256::digest(body).as_slice() != &record[20..HEAD] {
         return Err(RecordError::Checksum);
     }
-    Ok(postcard::from_bytes(body)?)
+    match postcard::take_from_bytes(body)? {
+        (state, []) => Ok(state),
+        (_, more) => Err(RecordError::Longer(more.len())),
+    }
 }

@@ -4,9 +4,12 @@
 //! that it only costs: others wait for consent to it where the kernel cannot take it, and none of it can be given back to
 //! the kernel.
 //!
-//! Owns which extents were found idle, and when to look again. Invariants: nothing is looked at while no extent is idle; an
-//! extent whose holders do not answer is asked for once, and again only after it has been used; what was promised to a session
-//! stays where it is.
+//! Owns which extents were found idle, and when to look again. Invariants: nothing is looked at while no extent is idle
+//! (`tests/client.rs::an_extent_that_nobody_has_used_for_a_while_goes_back_to_the_pool`); an extent whose holders do not answer
+//! is asked for once, and again only after it has been used; what was promised to a session stays where it is.
+
+#[cfg(test)]
+mod tests;
 
 use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
@@ -64,7 +67,8 @@ impl Broker {
         for (extent, life) in still {
             self.rest.found.remove(&extent);
             self.take_back(extent);
-            if !self.heap.revokes() {
+            // Who has not answered lately is left in peace for a while (consent): then it is asked at a later look.
+            if self.state.pool.is_wanted_back(extent) {
                 self.rest.refused.insert(extent, life);
             }
         }

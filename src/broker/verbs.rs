@@ -7,7 +7,7 @@ use super::prefix;
 use super::{Answer, Broker, Format, Refused, Reply, Session};
 use crate::broker::grant::{Granted, Want};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId};
-use crate::pool::{Block, Dropped};
+use crate::pool::{Block, Dropped, Extent};
 use crate::wire::{self, Fault, MAX_BLOCKS, MAX_FDS, MAX_TOKENS, Reader, Verb, WireError};
 use zerocopy::little_endian::U32;
 
@@ -719,7 +719,10 @@ impl Broker {
         }
         let in_table =
             |id: &SessionId| self.state.sessions[id].table.iter().any(|b| b.place.extent == extent);
-        let in_credit = || self.state.pool.credit_of(client).iter().any(|b| b.place.extent == extent);
+        let in_credit = || {
+            let owned = self.state.pool.extents().get(&extent).and_then(Extent::owned);
+            owned.is_some_and(|o| o.slots.iter().any(|slot| slot.block == Block::Credit(client)))
+        };
         if self.client(client).sessions.iter().any(in_table) || in_credit() {
             return Err(Refused::bad(format!("{extent} has blocks of this connection in use")));
         }

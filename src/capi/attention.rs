@@ -40,6 +40,19 @@ versioned! {
     }
 }
 
+/// What C calls an element type.
+fn c_name(element: Element) -> String {
+    format!("KVB_{}", element.name().to_uppercase())
+}
+
+/// The element type that a number of the header means: its place among all.
+fn element(number: u32) -> Result<Element, Failure> {
+    Element::ALL.get(number as usize).copied().ok_or_else(|| {
+        let known = Element::ALL.iter().enumerate().map(|(n, e)| format!("{} is {n}", c_name(*e)));
+        Failure::invalid(format!("element {number}: {}", known.collect::<Vec<_>>().join(", ")))
+    })
+}
+
 /// See the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvb_scratch_new(out: *mut *mut kvb_scratch) -> i32 {
@@ -83,11 +96,7 @@ pub unsafe extern "C" fn kvb_attention(
         aligned(call, "call")?;
         // SAFETY: the header asks for a structure whose `size` bytes are there.
         let c = unsafe { sized::read(call, "kvb_attention_call")? };
-        let element = match c.element {
-            0 => Element::F16,
-            1 => Element::F32,
-            other => return Err(Failure::invalid(format!("element {other}: KVB_F16 is 0, KVB_F32 is 1"))),
-        };
+        let element = element(c.element)?;
         let layer = layer_number(session.profile(), c.layer)?;
         let (query_heads, kv_heads, head_dim) =
             (c.query_heads as usize, c.kv_heads as usize, c.head_dim as usize);
@@ -163,4 +172,19 @@ pub unsafe extern "C" fn kvb_attention(
         unsafe { attention_heads(&shape, element, &kv, kv_tokens, heads, q, out, &mut scratch) };
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_header_has_every_element_type_of_the_kernel_under_its_number() {
+        let header = include_str!("../../include/kvbroker.h");
+        let all = Element::ALL.iter().enumerate().map(|(n, e)| format!("{} = {n}", c_name(*e)));
+        let line = format!("enum {{ {} }};", all.collect::<Vec<_>>().join(", "));
+        assert!(header.contains(&line), "kvbroker.h lacks: {line}");
+        assert_eq!(element(1).ok(), Some(Element::F32));
+        assert!(element(Element::ALL.len() as u32).is_err());
+    }
 }

@@ -2,7 +2,8 @@
 //!
 //! Owns the connection and the numbering of requests. Invariants: every reply is matched to its request by number; a
 //! reply that comes after its caller has given up, or that answers a request nobody waits for, is kept and handed to
-//! the client with the next call, so no grant is ever lost; after the connection has failed once, everything fails.
+//! the client with the next call, so no grant is ever lost; after the connection has failed once, everything fails. The
+//! tests at the end speak for the broker.
 
 use std::collections::VecDeque;
 use std::os::fd::{AsFd, OwnedFd};
@@ -338,5 +339,98 @@ fn wait(socket: &SeqPacket, flags: PollFlags, timeout: Duration) -> bool {
             Err(nix::Error::EINTR) => continue,
             result => return result.is_ok_and(|n| n > 0),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const SOON: Duration = Duration::from_secs(5);
+
+    /// A link, and the broker's end of its socket.
+    fn pair() -> (Link, SeqPacket) {
+        let kind = (AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_NONBLOCK);
+        let (ours, theirs) = nix::sys::socket::socketpair(kind.0, kind.1, None, kind.2).unwrap();
+        let buffer = vec![0; MAX_MESSAGE].into_boxed_slice();
+        (Link::new(Way::Socket { socket: ours.into(), buffer }), theirs.into())
+    }
+
+    /// The broker answers request `sequence`, whether it has come already or not.
+    fn answer(broker: &SeqPacket, verb: Verb, sequence: u64, words: &[u8]) {
+        let mut w = Writer::start(verb as u16 | wire::REPLY, 0, sequence, 0);
+        w.put(words);
+        broker.send(&w.finish(), &[]).unwrap();
+    }
+
+    fn ask(link: &mut Link, verb: Verb, timeout: Duration) -> Result<Vec<u8>, Error> {
+        link.call(verb, 0, timeout, |_| ()).map(|message| message.body)
+    }
+
+    fn aside(link: &mut Link) -> Vec<(u64, Vec<u8>)> {
+        link.aside.drain(..).map(|m| (m.sequence, m.body)).collect()
+    }
+
+    #[test]
+    fn a_grant_that_comes_after_its_caller_gave_up_is_handed_over_with_the_next_call() {
+        let (mut link, broker) = pair();
+        assert!(matches!(ask(&mut link, Verb::Grow, Duration::ZERO), Err(Error::Timeout(_))));
+        answer(&broker, Verb::Grow, 1, b"blocks");
+        answer(&broker, Verb::Query, 2, b"room");
+        assert_eq!(ask(&mut link, Verb::Query, SOON).unwrap(), b"room");
+        assert_eq!(aside(&mut link), [(1, b"blocks".to_vec())]);
+    }
+
+    #[test]
+    fn a_reply_that_nobody_waits_for_is_kept_whether_a_call_or_nobody_finds_it() {
+        let (mut link, broker) = pair();
+        let first = link.send(Verb::Grow, 0, SOON, |_| ()).unwrap();
+        answer(&broker, Verb::Grow, first, b"ahead");
+        answer(&broker, Verb::Query, first + 1, b"room");
+        assert_eq!(ask(&mut link, Verb::Query, SOON).unwrap(), b"room");
+        let second = link.send(Verb::Grow, 0, SOON, |_| ()).unwrap();
+        answer(&broker, Verb::Grow, second, b"more");
+        link.drain();
+        assert_eq!(aside(&mut link), [(first, b"ahead".to_vec()), (second, b"more".to_vec())]);
+    }
+
+    #[test]
+    fn a_request_that_the_two_sides_could_disagree_about_ends_the_connection_when_it_is_late() {
+        let (mut link, broker) = pair();
+        assert!(!Verb::Seal.may_come_late());
+        assert!(matches!(ask(&mut link, Verb::Seal, Duration::ZERO), Err(Error::Timeout(_))));
+        answer(&broker, Verb::Seal, 1, b"");
+        answer(&broker, Verb::Query, 2, b"room");
+        assert!(matches!(ask(&mut link, Verb::Query, SOON), Err(Error::Lost(_))));
+        // Open as before: the broker takes nothing away.
+        broker.send(&Writer::start(wire::EVENT, 0, 0, 0).finish(), &[]).unwrap();
+    }
+
+    #[test]
+    fn a_refusal_is_the_callers_own_and_the_connection_lives_on() {
+        let (mut link, broker) = pair();
+        let mut w = Writer::start(Verb::Grow as u16 | wire::REPLY, Fault::Busy as u16, 1, 0);
+        w.put(&wire::Refusal { needed: 3.into(), available: 2.into() }).put(&b"in use"[..]);
+        broker.send(&w.finish(), &[]).unwrap();
+        let refused = ask(&mut link, Verb::Grow, SOON).unwrap_err();
+        let Error::Refused { fault: Fault::Busy, needed: 3, available: 2, text } = refused else {
+            panic!("{refused}")
+        };
+        assert_eq!(text, "in use");
+        answer(&broker, Verb::Query, 2, b"room");
+        assert_eq!(ask(&mut link, Verb::Query, SOON).unwrap(), b"room");
+    }
+
+    #[test]
+    fn after_the_broker_has_gone_everything_fails_and_what_it_said_before_is_still_there() {
+        let (mut link, broker) = pair();
+        let ahead = link.send(Verb::Grow, 0, SOON, |_| ()).unwrap();
+        answer(&broker, Verb::Grow, ahead, b"blocks");
+        drop(broker);
+        for _ in 0..3 {
+            assert!(matches!(ask(&mut link, Verb::Query, SOON), Err(Error::Lost(_))));
+        }
+        assert!(link.is_lost());
+        assert_eq!(aside(&mut link), [(ahead, b"blocks".to_vec())]);
     }
 }

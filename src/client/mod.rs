@@ -414,24 +414,7 @@ impl ClientProfile {
 
     /// Takes `blocks` blocks as credit now, all or none, so that growing by as much cannot be refused later.
     pub fn reserve(&self, blocks: u32) -> Result<(), Error> {
-        let mut left = blocks;
-        let mut got = Vec::new();
-        while left > 0 {
-            let want = left.min(MAX_FDS as u32);
-            let reserve = wire::Reserve { format: self.format.id.into(), want: want.into() };
-            let mut link = self.client.link()?;
-            match self.client.request_blocks(&mut link, &self.format, Verb::Reserve, 0, |w| {
-                w.put(&reserve);
-            }) {
-                Ok(spares) => got.extend(spares),
-                Err(e) => {
-                    drop(link);
-                    self.client.free(&self.format, got)?;
-                    return Err(e);
-                }
-            }
-            left -= want;
-        }
+        let got = self.client.reserve(&self.format, blocks as usize)?;
         got.into_iter().for_each(|spare| self.format.credits.give(spare));
         Ok(())
     }
@@ -525,6 +508,33 @@ impl Shared {
         self.take_in(link)?;
         let (_, blocks) = self.take_over_credit(link, reply?)?;
         Ok(blocks.into_iter().map(|(spare, _)| spare).collect())
+    }
+
+    /// Takes blocks for no table yet, all or none: they belong to the caller.
+    fn reserve(&self, format: &Arc<Format>, blocks: usize) -> Result<Vec<Spare>, Error> {
+        let mut got = Vec::with_capacity(blocks);
+        while got.len() < blocks {
+            // Each may lie in an extent of its own, whose descriptor comes with it.
+            let want = (blocks - got.len()).min(MAX_FDS) as u32;
+            let reserve = wire::Reserve { format: format.id.into(), want: want.into() };
+            let answer = {
+                let mut link = self.link()?;
+                self.request_blocks(&mut link, format, Verb::Reserve, 0, |w| {
+                    w.put(&reserve);
+                })
+            };
+            match answer {
+                Ok(spares) => got.extend(spares),
+                Err(e) => {
+                    if let Err(e) = self.free(format, got) {
+                        // They stay credit of this process, and are taken next.
+                        log::debug!("blocks of a reservation that failed were not given back: {e}");
+                    }
+                    return Err(e);
+                }
+            }
+        }
+        Ok(got)
     }
 
     /// Asks for blocks without waiting; they become credit when the answer is taken in.

@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::config::{BackendChoice, Config, ConfigError, DeviceAccess, Origins};
-use crate::heap::{Backend, DmaHeap, Sealed, UDMABUF_DEVICE};
+use crate::heap::{Backend, DmaHeap, Sealed, UDMABUF_DEVICE, memory_bytes};
 use crate::id::Tenant;
 use crate::map::page_bytes;
 use crate::packing::{CMA_ALIGNMENT_ORDERS, Extents, PackingError, Placement, block_sizes};
@@ -36,9 +36,9 @@ impl fmt::Display for Outlook {
     }
 }
 
-/// How `config` cuts its pool: the extents where they will lie, for a CMA heap or for scattered pages.
-pub(super) fn cut(config: &Config, contiguous: bool) -> Result<Extents, PackingError> {
-    cut_for(config, page_bytes() as u64, contiguous)
+/// How `config` cuts its pool of this kind of memory: the extents where they will lie.
+pub(super) fn cut(config: &Config, backend: Backend) -> Result<Extents, PackingError> {
+    cut_for(config, page_bytes() as u64, !backend.is_scattered())
 }
 
 /// The same for a machine with pages of `page` bytes.
@@ -51,19 +51,10 @@ pub(super) fn cut_for(config: &Config, page: u64, contiguous: bool) -> Result<Ex
     Ok(Extents { one_block, ..Extents::of(config.pool_bytes, chosen.bytes, placement)? })
 }
 
-/// The memory of this machine, in bytes.
-pub(super) fn memory_bytes() -> Option<u64> {
-    let text = std::fs::read_to_string("/proc/meminfo").ok()?;
-    let line = text.lines().find_map(|l| l.strip_prefix("MemTotal:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
-}
-
 /// What the pool is made of, and why: what is configured, else by who reads the memory.
 pub(super) fn backend(config: &Config) -> (Backend, &'static str) {
     match (config.backend, config.device) {
-        (BackendChoice::DmaHeap, _) => (Backend::DmaHeap, "configured"),
-        (BackendChoice::Udmabuf, _) => (Backend::Udmabuf, "configured"),
-        (BackendChoice::Memfd, _) => (Backend::Memfd, "configured"),
+        (BackendChoice::Of(backend), _) => (backend, "configured"),
         (BackendChoice::Auto, DeviceAccess::Contiguous) => {
             (Backend::DmaHeap, "a device reads the pool and cannot scatter")
         }
@@ -85,8 +76,7 @@ pub(super) fn consistent(config: &Config) -> Result<Extents, ConfigError> {
     let origins = &config.origins;
     values(config, origins)?;
     paths(config, origins)?;
-    let extents =
-        cut(config, backend(config).0 == Backend::DmaHeap).map_err(|e| packing(config, origins, &e))?;
+    let extents = cut(config, backend(config).0).map_err(|e| packing(config, origins, &e))?;
     let least = config.minimum_bytes.div_ceil(extents.bytes).max(1);
     if least > extents.count {
         let most = Size::from_bytes(extents.count * extents.bytes);
@@ -239,9 +229,8 @@ fn sockets(config: &Config) -> [(&'static str, &Path); 2] {
 
 fn values(config: &Config, origins: &Origins) -> Result<(), ConfigError> {
     let scattered = match config.backend {
-        BackendChoice::Memfd => Some("memfd"),
-        BackendChoice::Udmabuf => Some("udmabuf"),
-        BackendChoice::Auto | BackendChoice::DmaHeap => None,
+        BackendChoice::Of(backend) if backend.is_scattered() => Some(backend),
+        _ => None,
     };
     if let Some(backend) = scattered.filter(|_| config.device == DeviceAccess::Contiguous) {
         let why = "the pages of a memfd are scattered, and pool.device = \"contiguous\" says that the device cannot \

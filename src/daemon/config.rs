@@ -8,6 +8,7 @@ mod files;
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
 use serde::Deserialize;
 use thiserror::Error;
 
@@ -94,18 +95,40 @@ impl Default for DeviceTable {
 }
 
 /// Which kind of memory.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize, clap::ValueEnum)]
-#[serde(rename_all = "kebab-case")]
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Deserialize)]
+#[serde(try_from = "String")]
 pub enum BackendChoice {
     /// By who will read the memory.
-    #[default]
     Auto,
-    /// A heap under /dev/dma_heap.
-    DmaHeap,
-    /// dma-bufs that /dev/udmabuf makes of memfds.
-    Udmabuf,
-    /// Sealed memfds.
-    Memfd,
+    /// This one.
+    Of(Backend),
+}
+
+impl BackendChoice {
+    const AUTO: &str = "auto";
+
+    /// On the command line.
+    fn parser() -> impl TypedValueParser<Value = BackendChoice> {
+        let auto = PossibleValue::new(Self::AUTO).help("By who will read the memory");
+        let of = |b: Backend| PossibleValue::new(b.name()).help(b.about());
+        let all = std::iter::once(auto).chain(Backend::CONFIGURABLE.map(of));
+        PossibleValuesParser::new(all).try_map(BackendChoice::try_from)
+    }
+}
+
+impl TryFrom<String> for BackendChoice {
+    type Error = String;
+
+    fn try_from(text: String) -> Result<Self, String> {
+        if text == Self::AUTO {
+            return Ok(BackendChoice::Auto);
+        }
+        Backend::configurable(&text).map(BackendChoice::Of).ok_or_else(|| {
+            let known = Backend::CONFIGURABLE.map(Backend::name).join(", ");
+            let text: String = text.chars().take(40).collect();
+            format!("{text:?} is no kind of memory: use {}, {known}", Self::AUTO)
+        })
+    }
 }
 
 #[derive(Debug, Deserialize)]
@@ -300,7 +323,7 @@ pub struct Overrides {
     #[arg(long, value_name = "SIZE")]
     pub pool: Option<Size>,
     /// Kind of memory
-    #[arg(long)]
+    #[arg(long, value_parser = BackendChoice::parser())]
     pub backend: Option<BackendChoice>,
     /// The heap, as a path or as a name under /dev/dma_heap
     #[arg(long, value_name = "PATH")]

@@ -2,35 +2,34 @@
 //!
 //! Owns all connections. Invariants: every tenant gets its turn, one message at a time, and so does each of its connections
 //! ([`turns`](super::turns)); nothing here blocks; a client is gone from the broker in the same turn in which the end of its
-//! connection is read, or its process has ended; who does not say hello in time is gone too.
+//! connection is read, or its process has ended. Who comes in is in `accept`, who operates in `operators`.
+
+mod accept;
+mod operators;
 
 use std::collections::{BTreeMap, BTreeSet};
 use std::io;
 use std::mem::ManuallyDrop;
-use std::os::fd::{AsFd, OwnedFd};
 use std::time::{Duration, Instant};
 
 use nix::errno::Errno;
 use nix::sys::epoll::{Epoll, EpollCreateFlags, EpollEvent, EpollFlags, EpollTimeout};
 use nix::sys::signalfd::SignalFd;
-use nix::sys::socket::{getsockopt, sockopt};
 
-use super::admin::{self, Operator, Wait};
+use super::admin::Operator;
 use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
-use super::namespace::{Namespace, Stranger};
+use super::namespace::Namespace;
 use super::pressure::{Needs, News, Pressure};
 use super::turns::{self, Ready};
-use super::watch::{self, Watch};
+use super::watch::Watch;
 use super::worker::Worker;
-use crate::broker::{Broker, ConnectError, Peer};
-use crate::id::{ClientId, Tenant};
+use crate::broker::Broker;
+use crate::id::ClientId;
 use crate::seldom::seldom;
 use crate::seqpacket::SeqPacket;
-use crate::wire::{self, Event, Fault, MAX_MESSAGE, Writer};
+use crate::wire::MAX_MESSAGE;
 
-/// Connections that are accepted in one turn.
-const PER_TURN: usize = 16;
 /// How long to leave alone what the kernel had no room for.
 const BREATHER: Duration = Duration::from_millis(20);
 
@@ -325,88 +324,6 @@ impl Server {
         }
     }
 
-    fn accept_clients(&mut self) {
-        for _ in 0..PER_TURN {
-            match self.clients.accept() {
-                Ok(Some(fd)) => {
-                    if let Err(e) = self.greet(fd) {
-                        seldom!(warn, "a connection was refused: {e}");
-                    }
-                }
-                Ok(None) => return,
-                Err(e) => return self.pause(&e),
-            }
-        }
-    }
-
-    /// The kernel would not accept: the listeners are left alone for a moment, so that the loop does not spin.
-    fn pause(&mut self, why: &io::Error) {
-        seldom!(warn, "accepting connections: {why}");
-        let nothing = |token: Token| EpollEvent::new(EpollFlags::empty(), token.pack());
-        let _ = self.epoll.modify(&self.clients, &mut nothing(Token::Clients));
-        let _ = self.epoll.modify(&self.admin, &mut nothing(Token::Admin));
-        self.paused_until = Some(Instant::now() + 5 * BREATHER);
-    }
-
-    fn greet(&mut self, fd: OwnedFd) -> Result<(), Box<dyn std::error::Error>> {
-        let peer = getsockopt(&fd, sockopt::PeerCredentials)?;
-        let uid = peer.uid();
-        self.tombstones.retain(|t| has_unread(&t.socket));
-        let dead = self.tombstones.iter().filter(|t| t.uid == uid).count();
-        let live = self.connections.values().filter(|c| c.uid == uid).count();
-        let most = self.limits.connections_per_tenant;
-        if dead > 0 && dead + live >= most as usize {
-            let why = format!(
-                "uid {uid} has left {dead} connections behind with descriptors unread, which count until they are closed \
-                 (limits.connections-per-tenant = {most})"
-            );
-            let needed = (dead + live) as u64 + 1;
-            // One message, if the socket takes it: whoever is refused learns why.
-            let _ = SeqPacket::from(fd).send(&refusal(Fault::OverLimit, needed, most.into(), &why), &[]);
-            return Err(why.into());
-        }
-        let pidfd = match getsockopt(&fd, sockopt::PeerPidfd) {
-            Ok(pidfd) => Some(pidfd),
-            // Without one (older kernels) the socket alone says when the client has gone.
-            Err(Errno::ENOPROTOOPT) => None,
-            Err(Errno::ESRCH) => return Err(turn_away(fd, Stranger::Ended(uid))),
-            // There is no descriptor left to watch it with.
-            Err(e) => return Err(e.into()),
-        };
-        if !self.broker.tenancy().named.contains_key(&Tenant(uid)) {
-            if let Err(e) = self.namespace.admits(uid, peer.pid(), pidfd.as_ref().map(AsFd::as_fd)) {
-                return Err(turn_away(fd, e));
-            }
-        }
-        let socket = SeqPacket::from(fd);
-        socket.refuse_descriptors();
-        let id = match self.broker.connect(Peer { uid, pid: peer.pid() }) {
-            Ok(id) => id,
-            Err(e) => {
-                let (fault, needed, available) = numbers(&e);
-                let _ = socket.send(&refusal(fault, needed, available, &e.to_string()), &[]);
-                return Err(e.into());
-            }
-        };
-        let by = Instant::now() + self.limits.hello;
-        let connection = Connection::new(socket, pidfd, uid, by);
-        let added =
-            self.epoll.add(&connection, EpollEvent::new(EpollFlags::EPOLLIN, Token::Client(id).pack()));
-        let watched = match &connection.pidfd {
-            Some(pidfd) => {
-                self.epoll.add(pidfd, EpollEvent::new(EpollFlags::EPOLLIN, Token::Process(id).pack()))
-            }
-            None => Ok(()),
-        };
-        if let Err(e) = added.and(watched) {
-            self.broker.disconnect(id);
-            return Err(e.into());
-        }
-        self.connections.insert(id, connection);
-        self.silent.insert((by, id));
-        Ok(())
-    }
-
     /// Something has happened on a connection: what waits is sent. If nothing does, it may have something to say.
     fn look_at_client(&mut self, id: ClientId, events: EpollFlags) -> Option<Ready> {
         let Some(connection) = self.connections.get(&id) else {
@@ -550,43 +467,6 @@ impl Server {
         }
     }
 
-    /// Whoever has said hello need not hurry.
-    fn note_hello(&mut self, id: ClientId) {
-        let Some(connection) = self.connections.get_mut(&id) else { return };
-        if connection.hello_by.is_some() && self.broker.has_greeted(id) {
-            if let Some(by) = connection.hello_by.take() {
-                self.silent.remove(&(by, id));
-            }
-        }
-    }
-
-    /// Connections on which nobody has said hello in time end: each of them is a place that somebody else needs.
-    fn end_silent(&mut self) {
-        while let Some(&(by, id)) = self.silent.first() {
-            if by > Instant::now() {
-                return;
-            }
-            // It may have been said, and not been read yet.
-            self.read(id);
-            if self.silent.remove(&(by, id)) {
-                self.dismiss(id);
-            }
-        }
-    }
-
-    /// Ends a connection on which nobody has said hello. Nothing that counts has been sent there, so nobody has to read
-    /// anything before it is gone.
-    fn dismiss(&mut self, id: ClientId) {
-        let Some(connection) = self.leave(id) else { return };
-        let _ = self.epoll.delete(&connection);
-        self.broker.count_silent();
-        let (uid, ms) = (connection.uid, self.limits.hello.as_millis());
-        log::debug!("client {} (uid {uid}): no hello within {ms} ms", id.0);
-        let why = format!("nobody has said hello on this connection within {ms} ms (limits.hello-ms)");
-        // If the socket takes it.
-        let _ = connection.socket.send(&refusal(Fault::BadRequest, 0, 0, &why), &[]);
-    }
-
     /// The client is gone from the broker, and from the loop but for its socket.
     fn leave(&mut self, id: ClientId) -> Option<Connection> {
         let connection = self.connections.remove(&id)?;
@@ -612,99 +492,6 @@ impl Server {
             self.tombstones.push(Tombstone { uid, socket: connection.socket, descriptors });
         } else {
             let _ = self.epoll.delete(&connection);
-        }
-    }
-
-    fn accept_operators(&mut self) {
-        match self.admin.accept() {
-            Ok(Some(fd)) => {
-                let asks = |(id, o): (&u64, &Operator)| (!o.is_lease()).then_some((*id, o.is_watching()));
-                let asking: Vec<_> = self.operators.iter().filter_map(asks).collect();
-                if asking.len() >= admin::MOST {
-                    // Who asks gets an answer; who has been connected for longest and does not watch has to go for it.
-                    let silent = asking.iter().find(|(_, watches)| !watches).map(|(id, _)| *id);
-                    self.drop_operator(silent.unwrap_or_default());
-                }
-                let id = self.next_operator;
-                self.next_operator += 1;
-                let operator = Operator::new(fd);
-                let event = EpollEvent::new(EpollFlags::EPOLLIN, Token::Operator(id).pack());
-                if self.epoll.add(&operator, event).is_ok() {
-                    self.operators.insert(id, operator);
-                }
-            }
-            Ok(None) => {}
-            Err(e) => self.pause(&e),
-        }
-    }
-
-    fn operator(&mut self, id: u64, events: EpollFlags) {
-        let Some(operator) = self.operators.get_mut(&id) else { return };
-        if operator.is_watcher() && events.intersects(EpollFlags::EPOLLHUP | EpollFlags::EPOLLERR) {
-            return self.drop_operator(id);
-        }
-        let mut wait = operator.go_on(&mut self.broker);
-        if wait == Wait::Watch {
-            wait = self.begin_to_watch(id);
-        }
-        let flags = match wait {
-            Wait::Read => EpollFlags::EPOLLIN,
-            Wait::Write => EpollFlags::EPOLLOUT,
-            // A lease ends when its holder hangs up: nothing else is waited for.
-            Wait::Lease => EpollFlags::EPOLLIN | EpollFlags::EPOLLRDHUP,
-            // Nothing is read of a watcher: one that has shut down its half would be readable for ever.
-            Wait::Changes => EpollFlags::empty(),
-            // A hang-up is told all the same.
-            Wait::Broker => EpollFlags::empty(),
-            Wait::Watch | Wait::End => return self.drop_operator(id),
-        };
-        let Some(operator) = self.operators.get(&id) else { return };
-        if self.epoll.modify(operator, &mut EpollEvent::new(flags, Token::Operator(id).pack())).is_err() {
-            self.drop_operator(id);
-        }
-    }
-
-    fn drop_operator(&mut self, id: u64) {
-        if let Some(mut operator) = self.operators.remove(&id) {
-            let _ = self.epoll.delete(&operator);
-            operator.end_lease(&mut self.broker);
-        }
-    }
-
-    /// The whole state for a new watcher; the others are brought up to it first.
-    fn begin_to_watch(&mut self, id: u64) -> Wait {
-        let full = self.operators.values().filter(|o| o.is_watching()).count() >= watch::MOST;
-        let state = if full {
-            None
-        } else {
-            let (changes, state) = self.watch.begin(&self.broker);
-            self.tell_watchers(&changes);
-            Some(state)
-        };
-        let Some(operator) = self.operators.get_mut(&id) else { return Wait::End };
-        match state {
-            Some(state) => operator.watch(state),
-            None => {
-                let most = watch::MOST;
-                operator.refuse(&format!("{most} watch already, and there are no more at one time; end one"));
-            }
-        }
-        operator.go_on(&mut self.broker)
-    }
-
-    fn tell_watchers(&mut self, changes: &str) {
-        if changes.is_empty() {
-            return;
-        }
-        let watching: Vec<u64> =
-            self.operators.iter().filter(|(_, o)| o.is_watching()).map(|(id, _)| *id).collect();
-        for id in watching {
-            if let Some(queue) = self.operators.get_mut(&id).and_then(Operator::watching) {
-                if !queue.push(changes) {
-                    seldom!(warn, "an operator that watches does not read: dropped");
-                }
-            }
-            self.operator(id, EpollFlags::empty());
         }
     }
 
@@ -768,31 +555,6 @@ impl Server {
         }
         Ok(())
     }
-}
-
-/// Whose fault it is that there can be no connection, what would be needed, and what there is.
-fn numbers(why: &ConnectError) -> (Fault, u64, u64) {
-    match why {
-        ConnectError::Nobody => (Fault::BadRequest, 0, 0),
-        ConnectError::Full(most) | ConnectError::Kept(most) => {
-            (Fault::OverLimit, u64::from(*most) + 1, (*most).into())
-        }
-        ConnectError::TenantFull { count, .. } => (Fault::OverLimit, u64::from(*count) + 1, (*count).into()),
-    }
-}
-
-/// Tells whoever has connected why there is no connection, if the socket takes it.
-fn turn_away(fd: OwnedFd, why: Stranger) -> Box<dyn std::error::Error> {
-    let _ = SeqPacket::from(fd).send(&refusal(Fault::BadRequest, 0, 0, &why.to_string()), &[]);
-    why.into()
-}
-
-/// The event `refused`.
-fn refusal(fault: Fault, needed: u64, available: u64, why: &str) -> Vec<u8> {
-    let mut event = Writer::start(wire::EVENT | Event::Refused as u16, fault as u16, 0, 0);
-    event.put(&wire::Refusal { needed: needed.into(), available: available.into() });
-    event.put(why.as_bytes());
-    event.finish()
 }
 
 /// Descriptors that the kernel lets this user have in flight: as many as this process may open (unix(7),

@@ -14,14 +14,16 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::sys::socket::SockType;
 use thiserror::Error;
 
-use super::check::{self, memory_bytes};
+use super::check;
 use super::config::{Config, DeviceAccess};
 use super::listener::{ListenError, Listener};
 use super::pressure::Pressure;
 use super::server::{Limits, Server};
 use super::worker::Worker;
 use crate::broker::Broker;
-use crate::heap::{Backend, DmaHeap, Heap, HeapError, Memfd, UDMABUF_DEVICE, Udmabuf, UdmabufLimits};
+use crate::heap::{
+    Backend, DmaHeap, Heap, HeapError, Memfd, UDMABUF_DEVICE, Udmabuf, UdmabufLimits, memory_bytes,
+};
 use crate::map::page_bytes;
 use crate::packing::PackingError;
 use crate::size::Size;
@@ -165,7 +167,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
         return Err(StartError::LargerThanMemory { pool, memory });
     }
     let (heap, why) = choose_heap(config)?;
-    let extents = check::cut(config, heap.backend() == Backend::DmaHeap)?;
+    let extents = check::cut(config, heap.backend())?;
     // Said before any memory is taken; without the figure the kernel itself refuses.
     if let Some(limit) = UdmabufLimits::read().filter(|_| heap.backend() == Backend::Udmabuf) {
         if extents.bytes > limit.bytes {
@@ -176,8 +178,7 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     let least = config.minimum_bytes.div_ceil(extents.bytes).max(1);
     let as_count = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
     let mut policy = config.policy(extents.bytes, extents.one_block);
-    // A udmabuf comes with the memfd that it is made of.
-    let descriptors = if heap.backend() == Backend::Udmabuf { 2 } else { 1 } * extents.count
+    let descriptors = u64::from(heap.backend().descriptors()) * extents.count
         // One of the broker's for each copy, and one for the reader that it is being sent to.
         + 2 * (policy.common_bytes / extents.bytes);
     let most = connections_within_open_files(descriptors);

@@ -30,6 +30,8 @@ pub use dma::DmaHeap;
 pub use holders::Held;
 pub use memfd::Memfd;
 pub use probe::Proof;
+#[cfg(feature = "daemon")]
+pub(crate) use room::memory_bytes;
 pub use sealed::{ReadOnlyCopy, Sealed};
 #[cfg(feature = "daemon")]
 pub use udmabuf::{DEVICE as UDMABUF_DEVICE, Limits as UdmabufLimits, Udmabuf};
@@ -50,27 +52,101 @@ pub enum Backend {
     Udmabuf,
 }
 
+/// What is true of all buffers of one kind.
+struct Facts {
+    /// In the protocol.
+    code: u32,
+    /// In configurations, on command lines, in reports.
+    name: &'static str,
+    /// For who has to choose one.
+    about: &'static str,
+    /// The descriptor is a dma-buf.
+    dma_buf: bool,
+    /// Physical pages may lie anywhere; otherwise the kernel may have them in one piece, on borders of its own.
+    scattered: bool,
+    /// Descriptors that the broker needs for one buffer.
+    descriptors: u32,
+}
+
 impl Backend {
     /// All of them.
     const ALL: [Backend; 4] = [Backend::DmaHeap, Backend::Memfd, Backend::Imaginary, Backend::Udmabuf];
+    /// Those that a pool can be configured to be made of.
+    pub const CONFIGURABLE: [Backend; 3] = [Backend::DmaHeap, Backend::Udmabuf, Backend::Memfd];
 
-    /// Whether an extent's descriptor is a dma-buf: devices import it, the kernel counts its holders, and CPU caches are told
-    /// when it is written.
-    pub fn is_dma_buf(self) -> bool {
+    /// The one place for what tells kinds apart without touching memory.
+    const fn facts(self) -> Facts {
         match self {
-            Backend::DmaHeap | Backend::Udmabuf => true,
-            Backend::Memfd | Backend::Imaginary => false,
+            Backend::DmaHeap => Facts {
+                code: 1,
+                name: "dma-heap",
+                about: "A heap under /dev/dma_heap: over CMA contiguous, and aligned by the kernel",
+                dma_buf: true,
+                scattered: false,
+                descriptors: 1,
+            },
+            Backend::Memfd => Facts {
+                code: 2,
+                name: "memfd",
+                about: "Sealed memfds",
+                dma_buf: false,
+                scattered: true,
+                descriptors: 1,
+            },
+            Backend::Imaginary => Facts {
+                code: 3,
+                name: "imaginary",
+                about: "No memory",
+                dma_buf: false,
+                scattered: true,
+                descriptors: 0,
+            },
+            Backend::Udmabuf => Facts {
+                code: 4,
+                name: "udmabuf",
+                about: "dma-bufs that /dev/udmabuf makes of memfds",
+                dma_buf: true,
+                scattered: true,
+                // With the memfd that it is made of.
+                descriptors: 2,
+            },
         }
     }
 
+    /// Whether an extent's descriptor is a dma-buf: devices import it, the kernel counts its holders, and CPU caches are told
+    /// when it is written.
+    pub const fn is_dma_buf(self) -> bool {
+        self.facts().dma_buf
+    }
+
+    /// Whether the pages of an extent may lie anywhere. Else they may be in one piece, and extents are cut as for CMA.
+    pub const fn is_scattered(self) -> bool {
+        self.facts().scattered
+    }
+
+    /// Descriptors that the broker needs for an extent.
+    pub const fn descriptors(self) -> u32 {
+        self.facts().descriptors
+    }
+
+    /// The name in configurations, on command lines and in reports.
+    pub const fn name(self) -> &'static str {
+        self.facts().name
+    }
+
+    /// One line about it, for who has to choose one.
+    pub const fn about(self) -> &'static str {
+        self.facts().about
+    }
+
+    /// The one of this name that can be configured.
+    pub fn configurable(name: &str) -> Option<Self> {
+        Backend::CONFIGURABLE.into_iter().find(|b| b.name() == name)
+    }
+
     /// The number that the protocol uses.
-    pub fn code(self) -> u32 {
-        match self {
-            Backend::DmaHeap => 1,
-            Backend::Memfd => 2,
-            Backend::Imaginary => 3,
-            Backend::Udmabuf => 4,
-        }
+    pub const fn code(self) -> u32 {
+        self.facts().code
     }
 
     /// The backend that a number of the protocol means.
@@ -81,12 +157,7 @@ impl Backend {
 
 impl fmt::Display for Backend {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(match self {
-            Backend::DmaHeap => "dma-heap",
-            Backend::Memfd => "memfd",
-            Backend::Imaginary => "imaginary",
-            Backend::Udmabuf => "udmabuf",
-        })
+        f.write_str(self.name())
     }
 }
 
@@ -347,5 +418,27 @@ impl Heap for Imaginary {
 
     fn revokes(&self) -> bool {
         true
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_header_and_the_protocol_have_each_kind_of_memory_under_its_number() {
+        let header = include_str!("../../include/kvbroker.h");
+        let protocol = include_str!("../../docs/protocol.md");
+        let row = protocol.lines().find(|l| l.contains("| `backend` |")).expect("the field of welcome");
+        for backend in Backend::CONFIGURABLE {
+            let (code, name) = (backend.code(), backend.name());
+            let constant = format!("KVB_BACKEND_{} = {code}", name.to_uppercase().replace('-', "_"));
+            assert!(header.contains(&constant), "kvbroker.h lacks {constant}");
+            assert!(row.contains(&format!("{code} {name}")), "docs/protocol.md lacks {code} {name}: {row}");
+            assert_eq!(Backend::from_code(code), Some(backend));
+            assert_eq!(Backend::configurable(name), Some(backend));
+        }
+        let codes: std::collections::BTreeSet<u32> = Backend::ALL.into_iter().map(Backend::code).collect();
+        assert_eq!(codes.len(), Backend::ALL.len(), "a number means one of them");
     }
 }

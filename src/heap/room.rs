@@ -1,4 +1,4 @@
-//! Whether the machine has memory to spare.
+//! How much memory the machine has, and whether it has some to spare.
 //!
 //! Owns nothing. Invariant: it only reads; where the kernel does not say, there is room, and the allocation itself decides.
 
@@ -10,14 +10,25 @@ use super::HeapError;
 /// begins to reclaim (`vm.min_free_kbytes`, 8 MiB there).
 const LEFT_ALONE: u64 = 16 << 20;
 
-/// `MemAvailable` of `/proc/meminfo`, in bytes: what can be had without swapping (proc_meminfo(5)).
-fn available() -> Option<u64> {
-    parse(&std::fs::read_to_string("/proc/meminfo").ok()?)
+/// What the machine has, in bytes, if the kernel says it (`MemTotal`).
+#[cfg(feature = "daemon")]
+pub(crate) fn memory_bytes() -> Option<u64> {
+    field(&meminfo()?, "MemTotal:")
 }
 
-fn parse(meminfo: &str) -> Option<u64> {
-    let line = meminfo.lines().find_map(|l| l.strip_prefix("MemAvailable:"))?;
-    Some(line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()? << 10)
+/// What can be had of it without swapping, in bytes (`MemAvailable`).
+fn available() -> Option<u64> {
+    field(&meminfo()?, "MemAvailable:")
+}
+
+fn meminfo() -> Option<String> {
+    std::fs::read_to_string("/proc/meminfo").ok()
+}
+
+/// A line of `/proc/meminfo`, in bytes; it is written in KiB, which are called kB there (proc_meminfo(5)).
+fn field(meminfo: &str, key: &str) -> Option<u64> {
+    let line = meminfo.lines().find_map(|l| l.strip_prefix(key))?;
+    line.trim().strip_suffix("kB")?.trim().parse::<u64>().ok()?.checked_mul(1 << 10)
 }
 
 /// For heaps of ordinary memory: an error where `bytes` more would leave the machine too little.
@@ -43,11 +54,16 @@ mod tests {
 
     #[test]
     fn an_extent_that_would_leave_the_machine_without_memory_is_not_asked_for() {
-        let there = parse("MemTotal:  4014528 kB\nMemFree: 8000 kB\nMemAvailable:      20480 kB\n");
+        let meminfo = "MemTotal:  4014528 kB\nMemFree: 8000 kB\nMemAvailable:      20480 kB\n";
+        assert_eq!(field(meminfo, "MemTotal:"), Some(4_014_528 << 10));
+        let there = field(meminfo, "MemAvailable:");
         assert_eq!(there, Some(20 << 20));
         assert!(enough("memfd", 3 << 20, there).is_ok());
         let said = enough("memfd", 5 << 20, there).unwrap_err().to_string();
         assert!(said.contains("memfd: no memory for a buffer of 5242880 bytes"), "{said}");
-        assert!(enough("memfd", 5 << 20, parse("MemTotal: 1 kB\n")).is_ok(), "a kernel that does not say");
+        assert!(
+            enough("memfd", 5 << 20, field("MemTotal: 1 kB\n", "MemAvailable:")).is_ok(),
+            "a kernel that does not say"
+        );
     }
 }

@@ -110,37 +110,32 @@ impl KvType {
         [KvType::F16, KvType::Bf16, KvType::F32, KvType::Int8, KvType::Q8_0, KvType::Q4_0];
 
     /// Their names, for people.
-    fn names() -> String {
+    pub fn names() -> String {
         let [others @ .., last] = Self::ALL.map(KvType::name);
         format!("{} or {last}", others.join(", "))
     }
 
-    /// The name on the command line and in a profile.
-    pub fn name(self) -> &'static str {
+    /// Its name, and `(values, bytes)` of the smallest unit: ggml-common.h's `block_q8_0` and `block_q4_0` for the block
+    /// formats.
+    const fn facts(self) -> (&'static str, (u64, u64)) {
         match self {
-            KvType::F16 => "f16",
-            KvType::Bf16 => "bf16",
-            KvType::F32 => "f32",
-            KvType::Int8 => "int8",
-            KvType::Q8_0 => "q8_0",
-            KvType::Q4_0 => "q4_0",
+            KvType::F16 => ("f16", (1, 2)),
+            KvType::Bf16 => ("bf16", (1, 2)),
+            KvType::F32 => ("f32", (1, 4)),
+            KvType::Int8 => ("int8", (1, 1)),
+            KvType::Q8_0 => ("q8_0", (32, 34)),
+            KvType::Q4_0 => ("q4_0", (32, 18)),
         }
     }
 
-    /// `(values, bytes)` of the smallest unit: ggml-common.h's `block_q8_0` and `block_q4_0` for the block formats.
-    fn unit(self) -> (u64, u64) {
-        match self {
-            KvType::F16 | KvType::Bf16 => (1, 2),
-            KvType::F32 => (1, 4),
-            KvType::Int8 => (1, 1),
-            KvType::Q8_0 => (32, 34),
-            KvType::Q4_0 => (32, 18),
-        }
+    /// The name on the command line and in a profile.
+    pub const fn name(self) -> &'static str {
+        self.facts().0
     }
 
     /// Bytes of a row of `values` values. Block formats need whole blocks of 32.
     pub fn row_bytes(self, values: u64) -> Result<u32, RowError> {
-        let (block, bytes) = self.unit();
+        let (block, bytes) = self.facts().1;
         if values % block != 0 {
             return Err(RowError::NotWholeBlocks { kv: self, values, block });
         }

@@ -2,9 +2,10 @@
 //!
 //! Owns the ledger and the lists of extents with free places, of cold ones, and the totals by tenant and by client.
 //! Invariants: all of it is what a count from the extents gives ([`Pool::check`](super::Pool::check) counts anew); entries of
-//! 0 are not kept; [`set`](Books::set) is the one place where a slot changes.
+//! 0 are not kept; a slot changes in [`set`](Books::set), or with others in [`lend`](Books::lend), and nowhere else.
 
 use std::collections::{BTreeMap, BTreeSet};
+use std::ops::Range;
 
 use super::extent::{Block, Owned};
 use super::ledger::{Account, Ledger};
@@ -52,7 +53,7 @@ impl Books {
         match from {
             Account::Cached => owned.cached -= 1,
             Account::Quarantined => owned.suspect -= 1,
-            Account::Stranded => self.count_free(owned, place.extent, false),
+            Account::Stranded => self.count_free(owned, place.extent, 1, false),
             Account::Pinned | Account::Credit => self.count_use(tenant, block, bytes, false),
             _ => {}
         }
@@ -63,7 +64,7 @@ impl Books {
                 owned.warmth = self.clock;
             }
             Account::Quarantined => owned.suspect += 1,
-            Account::Stranded => self.count_free(owned, place.extent, true),
+            Account::Stranded => self.count_free(owned, place.extent, 1, true),
             Account::Pinned | Account::Credit => self.count_use(tenant, to, bytes, true),
             _ => {}
         }
@@ -79,13 +80,42 @@ impl Books {
         self.ledger.transfer(from, into, bytes);
     }
 
-    /// A place more is free, or less.
-    fn count_free(&mut self, owned: &mut Owned, extent: ExtentId, more: bool) {
+    /// Free places of an extent, side by side, become a client's credit: what [`set`](Self::set) does for each of them, booked
+    /// once. An extent that `is_new` is on no list before.
+    pub fn lend(
+        &mut self,
+        owned: &mut Owned,
+        extent: ExtentId,
+        slots: Range<u32>,
+        client: ClientId,
+        is_new: bool,
+    ) {
+        let places = slots.end - slots.start;
+        let (tenant, bytes) = (owned.tenant, owned.slot_bytes * u64::from(places));
+        if owned.is_cold() {
+            remove_from(&mut self.cold, tenant, &(owned.warmth, extent));
+        }
+        for slot in &mut owned.slots[slots.start as usize..slots.end as usize] {
+            debug_assert_eq!(slot.block, Block::Free);
+            slot.block = Block::Credit(client);
+        }
+        if is_new {
+            owned.free -= places;
+            self.open(owned, extent);
+        } else {
+            self.count_free(owned, extent, places, false);
+        }
+        count(&mut self.credit, client, bytes, true);
+        self.ledger.transfer(Account::Stranded, Account::Credit, bytes);
+    }
+
+    /// Places more are free, or less.
+    fn count_free(&mut self, owned: &mut Owned, extent: ExtentId, places: u32, more: bool) {
         self.unlist(owned, extent);
-        owned.free = if more { owned.free + 1 } else { owned.free - 1 };
+        owned.free = if more { owned.free + places } else { owned.free - places };
         self.list(owned, extent);
         if !owned.aside {
-            count(&mut self.free_places, (owned.tenant, owned.format), 1, more);
+            count(&mut self.free_places, (owned.tenant, owned.format), places.into(), more);
         }
     }
 
@@ -120,6 +150,9 @@ impl Books {
 
     /// The free places of an extent can be granted from now on: it is cut, or wanted back or set aside no more.
     pub fn open(&mut self, owned: &Owned, extent: ExtentId) {
+        if owned.free == 0 {
+            return;
+        }
         count(&mut self.free_places, (owned.tenant, owned.format), owned.free.into(), true);
         self.list(owned, extent);
     }

@@ -37,11 +37,13 @@ impl ExtentMap {
         self.kept.get(*self.at.get(id)?)
     }
 
+    #[inline]
     pub(super) fn get_mut(&mut self, id: &ExtentId) -> Option<&mut Extent> {
         self.kept.get_mut(*self.at.get(id)?)
     }
 
     /// The owner's part of one.
+    #[inline]
     pub(super) fn owned_mut(&mut self, id: ExtentId) -> Option<&mut Owned> {
         match self.get_mut(&id).map(|e| &mut e.usage) {
             Some(Use::Owned(owned)) => Some(owned),

@@ -8,9 +8,12 @@
 //! - the index of extents with free places that can be granted is exactly those, and so is that of extents with nothing but cached blocks.
 
 mod books;
+mod choose;
 mod extent;
 mod extent_map;
 mod ledger;
+mod life;
+mod record;
 
 use std::collections::{BTreeMap, BTreeSet};
 
@@ -18,9 +21,11 @@ use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
 use books::Books;
+pub use choose::{Take, Taken};
 pub use extent::{Block, Extent, Owned, Slot, Use};
 pub use extent_map::ExtentMap;
 pub use ledger::{Account, Ledger};
+use record::PoolRecord;
 
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
 
@@ -51,37 +56,9 @@ pub struct Cut {
     pub slots: u32,
 }
 
-/// What is asked of [`Pool::take`].
-#[derive(Debug, Clone, Copy)]
-pub struct Take {
-    /// For whom.
-    pub tenant: Tenant,
-    /// For which process.
-    pub client: ClientId,
-    /// In which format.
-    pub cut: Cut,
-    /// Right after this place if it is free, so that a session's blocks lie side by side.
-    pub near: Option<Place>,
-    /// Else in an extent without a block in use, the tenant's or a clean one, although there are free places in others.
-    pub whole: bool,
-    /// Extents that the tenant may have more than now.
-    pub new_extents: u32,
-    /// Extents that the client may get to know by this grant.
-    pub new_descriptors: u32,
-}
-
-/// A block that was taken.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Taken {
-    /// The block, now credit.
-    pub block: BlockId,
-    /// Who may have left bytes in it before.
-    pub written_by: Option<ClientId>,
-}
-
 /// All memory the broker holds.
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(try_from = "Stored", into = "Stored")]
+#[serde(try_from = "PoolRecord", into = "PoolRecord")]
 pub struct Pool {
     extent_bytes: u64,
     next: u32,
@@ -95,60 +72,6 @@ pub struct Pool {
     lent: u32,
     tenant_extents: BTreeMap<Tenant, u32>,
     held: BTreeMap<ClientId, BTreeSet<ExtentId>>,
-}
-
-/// The part of a pool that its record holds.
-#[derive(Serialize, Deserialize)]
-struct Stored {
-    extent_bytes: u64,
-    next: u32,
-    clock: u64,
-    extents: BTreeMap<ExtentId, Extent>,
-}
-
-impl From<Pool> for Stored {
-    fn from(p: Pool) -> Self {
-        let Pool { extent_bytes, next, extents, books, .. } = p;
-        Stored { extent_bytes, next, clock: books.clock, extents: extents.into() }
-    }
-}
-
-impl TryFrom<Stored> for Pool {
-    type Error = String;
-
-    /// Everything is counted anew; what could not be counted without overflowing is refused before. Whether the rest is
-    /// consistent, [`Pool::check`] says.
-    fn try_from(s: Stored) -> Result<Self, String> {
-        if (s.extents.len() as u64).checked_mul(s.extent_bytes).is_none() {
-            return Err(format!(
-                "{} extents of {} bytes are more than can be counted",
-                s.extents.len(),
-                s.extent_bytes
-            ));
-        }
-        for (id, e) in &s.extents {
-            let Some(o) = e.owned() else { continue };
-            let slots = o.slots.len() as u64;
-            if o.slot_bytes.checked_mul(slots).is_none_or(|bytes| bytes > s.extent_bytes) {
-                return Err(format!(
-                    "{id} of {} bytes has {slots} slots of {}",
-                    s.extent_bytes, o.slot_bytes
-                ));
-            }
-            let counted = u64::from(o.free) + u64::from(o.cached) + u64::from(o.suspect);
-            if counted > slots {
-                return Err(format!(
-                    "{id} counts {counted} places that are free, cached or suspect, of {slots}"
-                ));
-            }
-        }
-        let mut pool = Pool::new(s.extent_bytes);
-        pool.next = s.next;
-        pool.books.clock = s.clock;
-        pool.extents = s.extents.into();
-        pool.index();
-        Ok(pool)
-    }
 }
 
 impl Pool {
@@ -267,112 +190,6 @@ impl Pool {
     /// The format of the extent in which a place lies.
     pub fn format_of(&self, place: Place) -> Option<FormatId> {
         Some(self.extents.get(&place.extent)?.owned()?.format)
-    }
-
-    /// Takes one block as credit: right after `near`, else in an extent where the client lives, else in another one
-    /// of the tenant, else in a clean extent. `None` when there is none left within the bounds of the request.
-    pub fn take(&mut self, take: &Take) -> Option<Taken> {
-        let place = self.find(take)?;
-        let extent = self.extents.get_mut(&place.extent)?;
-        let Use::Owned(owned) = &mut extent.usage else { return None };
-        let slot = &mut owned.slots[place.slot as usize];
-        let written_by = slot.written_by.replace(take.client);
-        slot.generation += 1;
-        let block = BlockId { place, generation: slot.generation };
-        extent.last_generation = extent.last_generation.max(block.generation);
-        set(&mut self.books, owned, place, Block::Credit(take.client));
-        Some(Taken { block, written_by })
-    }
-
-    fn find(&mut self, take: &Take) -> Option<Place> {
-        let (tenant, format) = (take.tenant, take.cut.format);
-        if let Some(near) = take.near {
-            let next = Place { extent: near.extent, slot: near.slot + 1 };
-            let fits = self.extents.get(&next.extent).and_then(Extent::owned).is_some_and(|o| {
-                o.tenant == tenant
-                    && o.format == format
-                    && !o.wanted_back
-                    && !o.aside
-                    && o.slots.get(next.slot as usize).is_some_and(|s| s.block == Block::Free)
-            });
-            if fits && (take.new_descriptors > 0 || self.is_holder(next.extent, take.client)) {
-                return Some(next);
-            }
-        }
-        let home = Some(take.client);
-        let may_adopt = take.new_extents > 0 && take.new_descriptors > 0;
-        let idle = if take.whole { self.open_extent(take, true) } else { None };
-        let whole = if idle.is_none() && take.whole && may_adopt { self.adopt(take) } else { idle };
-        let extent = match whole.or_else(|| self.open_extent(take, false)) {
-            Some(extent) => extent,
-            None if may_adopt => self.adopt(take)?,
-            None => return None,
-        };
-        let slots = &self.extents[&extent].owned()?.slots;
-        let slot = slots.iter().position(|s| s.block == Block::Free)? as u32;
-        if self.extents[&extent].owned()?.home.is_none() {
-            self.rehome(extent, home);
-        }
-        Some(Place { extent, slot })
-    }
-
-    /// The fullest extent with a free place, or one without a block in use: where the client lives, else where another one of
-    /// the tenant does.
-    fn open_extent(&self, take: &Take, idle: bool) -> Option<ExtentId> {
-        let (tenant, format) = (take.tenant, take.cut.format);
-        let best = |set: &BTreeSet<(u32, ExtentId)>| match idle {
-            true => set.last().filter(|(free, _)| *free == take.cut.slots).copied(),
-            false => set.first().copied(),
-        };
-        let known = |e: &ExtentId| take.new_descriptors > 0 || self.is_holder(*e, take.client);
-        let open = &self.books.open;
-        let at_home = open.get(&(tenant, format, Some(take.client))).and_then(best);
-        let elsewhere = || {
-            let all = (tenant, format, None)..=(tenant, format, Some(ClientId(u64::MAX)));
-            open.range(all).filter_map(|(_, set)| best(set)).min().map(|(_, e)| e)
-        };
-        at_home.map(|(_, e)| e).filter(known).or_else(|| elsewhere().filter(known))
-    }
-
-    /// Cuts a clean extent for a tenant.
-    fn adopt(&mut self, take: &Take) -> Option<ExtentId> {
-        let id = self.clean.pop_first()?;
-        let cut = take.cut;
-        let extent = self.extents.get_mut(&id).expect("the clean list names extents of the pool");
-        let fresh = Slot { generation: extent.last_generation, block: Block::Free, written_by: None };
-        let owned = Owned {
-            tenant: take.tenant,
-            format: cut.format,
-            slot_bytes: cut.slot_bytes,
-            home: Some(take.client),
-            slots: vec![fresh; cut.slots as usize],
-            free: cut.slots,
-            cached: 0,
-            suspect: 0,
-            warmth: 0,
-            wanted_back: false,
-            aside: false,
-        };
-        self.books.open(&owned, id);
-        extent.usage = Use::Owned(owned);
-        let bytes = cut.slot_bytes * u64::from(cut.slots);
-        self.books.ledger.transfer(Account::Free, Account::Stranded, bytes);
-        self.books.ledger.transfer(Account::Free, Account::Waste, self.extent_bytes - bytes);
-        *self.tenant_extents.entry(take.tenant).or_default() += 1;
-        Some(id)
-    }
-
-    fn rehome(&mut self, extent: ExtentId, home: Option<ClientId>) {
-        let Pool { extents, books, .. } = self;
-        let Some(owned) = extents.owned_mut(extent) else { return };
-        let is_open = owned.is_open();
-        if is_open {
-            books.close(owned, extent);
-        }
-        owned.home = home;
-        if is_open {
-            books.open(owned, extent);
-        }
     }
 
     /// Entries without an extent are not kept.
@@ -589,300 +406,6 @@ impl Pool {
             self.rehome(extent, None);
         }
         self.release_if_idle(extent)
-    }
-
-    /// Takes `extent` from its tenant if no block of it is in use and no client has it.
-    pub fn release_if_idle(&mut self, extent: ExtentId) -> Option<ExtentId> {
-        let e = self.extents.get(&extent)?;
-        let idle = e.holders.is_empty() && e.owned().is_some_and(|o| o.free as usize == o.slots.len());
-        idle.then(|| self.disown(extent))
-    }
-
-    /// Takes an extent without a block in use from its tenant, whoever may still have it: the caller makes sure that
-    /// holders are cut off. Returns its holders.
-    pub fn seize(&mut self, extent: ExtentId) -> BTreeSet<ClientId> {
-        self.disown(extent);
-        let e = self.extents.get_mut(&extent).expect("just disowned");
-        e.told.clear();
-        let holders = std::mem::take(&mut e.holders);
-        for &client in &holders {
-            self.forget_holder(extent, client);
-        }
-        holders
-    }
-
-    fn disown(&mut self, extent: ExtentId) -> ExtentId {
-        let e = self.extents.get_mut(&extent).expect("callers name extents of the pool");
-        let Use::Owned(owned) = std::mem::replace(&mut e.usage, Use::Dirty) else {
-            unreachable!("{extent} has no owner to be taken from");
-        };
-        assert_eq!(owned.free as usize, owned.slots.len(), "{extent} has a block in use");
-        let bytes = owned.slot_bytes * owned.slots.len() as u64;
-        self.books.ledger.transfer(Account::Stranded, Account::Free, bytes);
-        self.books.ledger.transfer(Account::Waste, Account::Free, self.extent_bytes - bytes);
-        if owned.is_open() {
-            self.books.close(&owned, extent);
-        }
-        let extents = self.tenant_extents.get_mut(&owned.tenant).expect("counted since the cut");
-        *extents -= 1;
-        if *extents == 0 {
-            self.tenant_extents.remove(&owned.tenant);
-        }
-        self.dirty.insert(extent);
-        extent
-    }
-
-    /// The holders of an extent without a block in use are asked for it: until [`let_back`](Self::let_back), or until it
-    /// has come, no block of it is granted. Returns the holders.
-    pub fn want_back(&mut self, extent: ExtentId) -> BTreeSet<ClientId> {
-        let Pool { extents, books, .. } = self;
-        let e = extents.get_mut(&extent).expect("callers name extents of the pool");
-        e.told = e.holders.clone();
-        let Use::Owned(owned) = &mut e.usage else {
-            unreachable!("{extent} is not in a tenant's hands; callers check")
-        };
-        assert_eq!(owned.free as usize, owned.slots.len(), "{extent} has a block in use");
-        if owned.is_open() {
-            books.close(owned, extent);
-            owned.wanted_back = true;
-        }
-        e.holders.clone()
-    }
-
-    /// It is not wanted back any more: its owner may have blocks of it again.
-    pub fn let_back(&mut self, extent: ExtentId) {
-        let Pool { extents, books, .. } = self;
-        let Some(owned) = extents.owned_mut(extent) else { return };
-        if std::mem::take(&mut owned.wanted_back) && owned.is_open() {
-            books.open(owned, extent);
-        }
-    }
-
-    /// Sets an extent aside, so that no block of it is granted, or ends that. What is in use stays in use.
-    pub fn set_aside(&mut self, extent: ExtentId, on: bool) {
-        let Pool { extents, books, .. } = self;
-        let Some(owned) = extents.owned_mut(extent) else { return };
-        let was_open = owned.is_open();
-        if on && was_open {
-            books.close(owned, extent);
-        }
-        owned.aside = on;
-        if !on && !was_open && owned.is_open() {
-            books.open(owned, extent);
-        }
-    }
-
-    /// Whether an extent is set aside.
-    pub fn is_aside(&self, extent: ExtentId) -> bool {
-        self.extents.get(&extent).and_then(Extent::owned).is_some_and(|o| o.aside)
-    }
-
-    /// Whether an extent is wanted back.
-    pub fn is_wanted_back(&self, extent: ExtentId) -> bool {
-        self.extents.get(&extent).and_then(Extent::owned).is_some_and(|o| o.wanted_back)
-    }
-
-    /// Extents that are wanted back.
-    pub fn wanted_back(&self) -> impl Iterator<Item = (ExtentId, &Owned)> {
-        self.extents.iter().filter_map(|(id, e)| Some((*id, e.owned()?))).filter(|(_, o)| o.wanted_back)
-    }
-
-    /// Extents without a block in use that clients still have and are not asked for yet, other than `tenant`'s own in `format`: what could be
-    /// asked back, or taken where the kernel can cut a holder off.
-    pub fn idle(&self, tenant: Tenant, format: FormatId) -> Vec<ExtentId> {
-        let others = |o: &Owned| (o.tenant, o.format) != (tenant, format);
-        self.all_idle().filter(|(_, o)| others(o)).map(|(extent, _)| extent).collect()
-    }
-
-    /// Extents of all tenants without a block in use that clients still have and are not asked for yet.
-    pub fn all_idle(&self) -> impl Iterator<Item = (ExtentId, &Owned)> {
-        let owned = |e: &ExtentId| self.extents[e].owned().expect("an idle extent is its tenant's");
-        self.books.idle.iter().map(move |e| (*e, owned(e)))
-    }
-
-    /// Extents that will be clean once the worker has renewed them.
-    pub fn soon_clean(&self) -> u32 {
-        self.dirty.len() as u32 + self.renewing
-    }
-
-    /// Extents in the worker's hands.
-    pub fn renewing(&self) -> u32 {
-        self.renewing
-    }
-
-    /// The worker begins to renew a dirty extent: which one, or `None` when there is none.
-    pub fn begin_renewal(&mut self) -> Option<ExtentId> {
-        let id = self.dirty.pop_first()?;
-        self.extents.get_mut(&id).expect("the dirty list names extents of the pool").usage = Use::Renewing;
-        self.renewing += 1;
-        Some(id)
-    }
-
-    /// Whoever was renewing extents is gone: they are dirty again.
-    pub fn renew_again(&mut self) {
-        let renewing = self.extents.iter().filter(|(_, e)| e.usage == Use::Renewing).map(|(id, _)| *id);
-        let renewing: Vec<ExtentId> = renewing.collect();
-        for id in renewing {
-            self.extents.get_mut(&id).expect("just seen").usage = Use::Dirty;
-            self.dirty.insert(id);
-        }
-        self.renewing = 0;
-    }
-
-    /// An extent that was to be renewed is still held by somebody. `false` if it is in quarantine already.
-    pub fn quarantine(&mut self, extent: ExtentId) -> bool {
-        match self.extents.get_mut(&extent) {
-            Some(e) if e.usage == Use::Renewing => e.usage = Use::Quarantined,
-            _ => return false,
-        }
-        self.renewing -= 1;
-        self.quarantined += 1;
-        self.books.ledger.transfer(Account::Free, Account::Quarantined, self.extent_bytes);
-        true
-    }
-
-    /// An extent in quarantine is to be renewed whoever may hold it: its buffer is not the broker's any more.
-    pub fn renew_quarantined(&mut self, extent: ExtentId) {
-        match self.extents.get_mut(&extent) {
-            Some(e) if e.usage == Use::Quarantined => e.usage = Use::Dirty,
-            _ => return,
-        }
-        self.quarantined -= 1;
-        self.dirty.insert(extent);
-        self.books.ledger.transfer(Account::Quarantined, Account::Free, self.extent_bytes);
-    }
-
-    /// Extents that somebody holds to whom they do not belong.
-    pub fn quarantined(&self) -> u32 {
-        self.quarantined
-    }
-
-    /// The old buffer is gone, out of the worker's hands or out of quarantine. `renewed`: there is a new one in its stead,
-    /// whose id is returned.
-    pub fn end_renewal(&mut self, extent: ExtentId, renewed: bool) -> Option<ExtentId> {
-        let account = match self.extents.get(&extent).map(|e| &e.usage) {
-            Some(Use::Renewing) => {
-                self.renewing -= 1;
-                Account::Free
-            }
-            Some(Use::Quarantined) => {
-                self.quarantined -= 1;
-                Account::Quarantined
-            }
-            _ => return None,
-        };
-        self.extents.remove(&extent);
-        self.books.ledger[account] -= self.extent_bytes;
-        renewed.then(|| self.add())
-    }
-
-    /// Takes a clean extent out of service, for its memory to go back to the kernel: the one that would be granted last.
-    pub fn lend(&mut self) -> Option<ExtentId> {
-        let id = self.clean.pop_last()?;
-        self.extents.get_mut(&id).expect("the clean list names extents of the pool").usage = Use::Lent;
-        self.lent += 1;
-        self.books.ledger.transfer(Account::Free, Account::Lent, self.extent_bytes);
-        Some(id)
-    }
-
-    /// The loan is over: the extent is the pool's no more, until a new one comes in its stead. `false` if it was not lent.
-    pub fn end_loan(&mut self, extent: ExtentId) -> bool {
-        if self.extents.get(&extent).is_none_or(|e| e.usage != Use::Lent) {
-            return false;
-        }
-        self.extents.remove(&extent);
-        self.lent -= 1;
-        self.books.ledger[Account::Lent] -= self.extent_bytes;
-        true
-    }
-
-    /// Extents that are with the kernel for a while.
-    pub fn lent(&self) -> u32 {
-        self.lent
-    }
-
-    fn index(&mut self) {
-        let extents = std::mem::take(&mut self.extents);
-        let books = Books { clock: self.books.clock, ..Books::default() };
-        *self = Pool { next: self.next, books, ..Pool::new(self.extent_bytes) };
-        for (&id, e) in extents.iter() {
-            let Some(o) = e.owned() else {
-                let account = match e.usage {
-                    Use::Quarantined => Account::Quarantined,
-                    Use::Lent => Account::Lent,
-                    _ => Account::Free,
-                };
-                self.books.ledger[account] += self.extent_bytes;
-                match e.usage {
-                    Use::Clean => _ = self.clean.insert(id),
-                    Use::Dirty => _ = self.dirty.insert(id),
-                    Use::Quarantined => self.quarantined += 1,
-                    Use::Lent => self.lent += 1,
-                    _ => self.renewing += 1,
-                }
-                continue;
-            };
-            self.books.ledger[Account::Waste] += self.extent_bytes - o.slot_bytes * o.slots.len() as u64;
-            for s in &o.slots {
-                self.books.ledger[s.block.account()] += o.slot_bytes;
-                self.books.count_use(o.tenant, s.block, o.slot_bytes, true);
-            }
-            if o.is_cold() {
-                self.books.cold.entry(o.tenant).or_default().insert((o.warmth, id));
-            }
-            *self.tenant_extents.entry(o.tenant).or_default() += 1;
-            for client in &e.holders {
-                self.held.entry(*client).or_default().insert(id);
-            }
-            if o.is_open() {
-                self.books.open(o, id);
-            }
-        }
-        self.extents = extents;
-    }
-
-    /// Counts everything anew and compares. The error says what does not add up.
-    pub fn check(&self) -> Result<(), String> {
-        let mut anew = self.clone();
-        anew.index();
-        if anew.books.ledger != self.books.ledger {
-            return Err(format!("ledger {:?}, counted {:?}", self.books.ledger, anew.books.ledger));
-        }
-        let bytes = self.extents.len() as u64 * self.extent_bytes;
-        if self.books.ledger.total() != bytes {
-            return Err(format!("the ledger adds up to {}, the pool is {bytes}", self.books.ledger.total()));
-        }
-        for (id, e) in self.extents.iter() {
-            if !e.told.is_subset(&e.holders) {
-                return Err(format!("{id} is wanted from a client that has not got it"));
-            }
-            let Some(o) = e.owned() else { continue };
-            if o.wanted_back && o.free as usize != o.slots.len() {
-                return Err(format!("{id} is wanted back and has a block in use"));
-            }
-            let free = o.slots.iter().filter(|s| s.block == Block::Free).count();
-            if free != o.free as usize {
-                return Err(format!("{id} counts {} free places, it has {free}", o.free));
-            }
-            if o.slots.iter().any(|s| s.generation > e.last_generation) {
-                return Err(format!("{id} has a place in a life beyond {}", e.last_generation));
-            }
-            if o.slots.iter().any(|s| matches!(s.block, Block::Held { refs: 0, sealed: false, .. })) {
-                return Err(format!("{id} has a block that is not sealed and that nobody holds"));
-            }
-            let cached = o.slots.iter().filter(|s| s.block.is_cached()).count();
-            if cached != o.cached as usize {
-                return Err(format!("{id} counts {} cached blocks, it has {cached}", o.cached));
-            }
-            let suspect = o.slots.iter().filter(|s| matches!(s.block, Block::Suspect(_))).count();
-            if suspect != o.suspect as usize {
-                return Err(format!("{id} counts {} suspect blocks, it has {suspect}", o.suspect));
-            }
-        }
-        if anew != *self {
-            return Err("an index differs from what it is derived from".into());
-        }
-        Ok(())
     }
 }
 

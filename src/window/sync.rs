@@ -2,7 +2,7 @@
 //!
 //! Owns nothing. Invariants: a [`Cpu`] section begins with START and ends with END of the same direction, also when what
 //! lies between panics; the sections of a process are counted, so that a test can say that there is one per hand-over and
-//! none per token. `DMA_BUF_IOCTL_SYNC` keeps caches coherent; it excludes nobody.
+//! none per token (`a_section_is_ended_once_and_counted_as_what_it_was_however_it_ends`). `DMA_BUF_IOCTL_SYNC` keeps caches coherent; it excludes nobody.
 
 #![allow(unsafe_code)]
 
@@ -97,5 +97,43 @@ fn sync(fd: BorrowedFd<'_>, flags: u64) -> io::Result<()> {
             Err(Errno::ENOTTY) => return Ok(()),
             Err(e) => return Err(e.into()),
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::os::fd::{AsFd, OwnedFd};
+
+    use super::*;
+
+    #[test]
+    fn a_section_is_ended_once_and_counted_as_what_it_was_however_it_ends() {
+        // What no device imports is handed over all the same, without the kernel.
+        let memory: OwnedFd = std::fs::File::open("/dev/null").unwrap().into();
+        let counts = Counts::new();
+        let begin = |direction| Cpu::begin(memory.as_fd(), direction, Some(&counts)).unwrap();
+        let section = begin(Direction::Read);
+        assert_eq!(counts.get(), (0, 0), "it goes on");
+        section.end().unwrap();
+        assert_eq!(counts.get(), (1, 0));
+        drop(begin(Direction::Write));
+        assert_eq!(counts.get(), (1, 1));
+        let panicked = std::panic::catch_unwind(std::panic::AssertUnwindSafe(|| {
+            let _section = begin(Direction::Write);
+            panic!("in the middle of a hand-over");
+        }));
+        assert!(panicked.is_err());
+        assert_eq!(counts.get(), (1, 2));
+        Cpu::begin(memory.as_fd(), Direction::Read, None).unwrap().end().unwrap();
+        assert_eq!(counts.get(), (1, 2), "nobody counts these");
+    }
+
+    #[test]
+    fn a_buffer_that_cannot_be_handed_over_is_an_error_and_no_section() {
+        // A descriptor on which no ioctl is allowed at all.
+        let path = nix::fcntl::open("/", nix::fcntl::OFlag::O_PATH, nix::sys::stat::Mode::empty()).unwrap();
+        let counts = Counts::new();
+        assert!(Cpu::begin(path.as_fd(), Direction::Write, Some(&counts)).is_err());
+        assert_eq!(counts.get(), (0, 0));
     }
 }

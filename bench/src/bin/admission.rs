@@ -6,6 +6,7 @@
 //! its admission makes the broker ask a low one to give up its session.
 
 use std::io;
+use std::os::fd::BorrowedFd;
 use std::path::{Path, PathBuf};
 use std::process::{Child, Command, Stdio};
 use std::time::{Duration, Instant};
@@ -13,6 +14,8 @@ use std::time::{Duration, Instant};
 use kvbroker::client::{Admission, Client, ClientOptions, ClientProfile, OpenOptions, Session};
 use kvbroker::profile::Profile;
 use kvbroker_bench::{at_most, reported};
+use nix::errno::Errno;
+use nix::poll::{PollFd, PollFlags, ppoll};
 
 const NEIGHBOURS: usize = 4;
 const LOW: u8 = 10;
@@ -55,7 +58,8 @@ impl Drop for Process {
 }
 
 fn neighbours(arguments: &[&str]) -> io::Result<Vec<Process>> {
-    let one = || Command::new(std::env::current_exe()?).args(arguments).stdout(Stdio::null()).spawn().map(Process);
+    let one =
+        || Command::new(std::env::current_exe()?).args(arguments).stdout(Stdio::null()).spawn().map(Process);
     (0..NEIGHBOURS).map(|_| one()).collect()
 }
 
@@ -80,14 +84,26 @@ fn saturate(socket: &Path) -> Result<(), Failure> {
         while session.wanted_back().is_none() {
             match session.ensure((tokens + 16).min(LOW_TOKENS)) {
                 Ok(()) if tokens < LOW_TOKENS => tokens += 16,
-                // It has all that it wants, or there is no more: it goes on as an engine does that decodes, and looks.
+                // It has all that it wants, or there is no more: it decodes meanwhile, 100 us for a token, and hears the broker
+                // beside that.
                 Ok(()) | Err(kvbroker::client::Error::Refused { .. }) => {
-                    std::thread::sleep(Duration::from_micros(100));
+                    hear(&client, Duration::from_micros(100))?;
                     client.poll()?;
                 }
                 Err(e) => return Err(e.into()),
             }
         }
+    }
+}
+
+/// Waits until the broker says something, or for `most`.
+fn hear(client: &Client, most: Duration) -> Result<(), Failure> {
+    let fd = client.event_fd().ok_or("a daemon's client has a connection")?;
+    // SAFETY: the descriptor is the client's, which lives as long as the call.
+    let fd = unsafe { BorrowedFd::borrow_raw(fd) };
+    match ppoll(&mut [PollFd::new(fd, PollFlags::POLLIN)], Some(most.into()), None) {
+        Ok(_) | Err(Errno::EINTR) => Ok(()),
+        Err(e) => Err(e.into()),
     }
 }
 
@@ -118,32 +134,64 @@ fn measure(directory: &Path) -> Result<(), Failure> {
             // The pool is full when not even one extent is left.
             rounds(&socket, zero, |room| room < 8)?
         };
-        let at = |times: &[Duration], part: usize| {
+        let at = |rounds: &[Round], step: Step, part: usize| {
+            let mut times: Vec<Duration> = rounds.iter().map(step).collect();
+            times.sort_unstable();
             times[(times.len() * part / 1000).min(times.len() - 1)].as_secs_f64() * 1e6
         };
-        let (full, burning) = (at(&beside_full, 500), at(&beside_burning, 500));
+        let (full, burning) = (at(&beside_full, Round::all, 500), at(&beside_burning, Round::all, 500));
+        let steps: [Step; 3] = [|r| r.opened, |r| r.admitted, |r| r.ensured];
+        let steps = steps.map(|step| {
+            format!("{:.0} / {:.0}", at(&beside_full, step, 500), at(&beside_burning, step, 500))
+        });
         let what = format!(
-            "{full:.0} us against {burning:.0} us: open, admit and ensure {TOKENS} tokens, beside {NEIGHBOURS} sessions of low \
+            "{full:.0} us against {burning:.0} us: open, admit and ensure {TOKENS} tokens ({}), beside {NEIGHBOURS} sessions of low \
              priority that fill the pool, against {NEIGHBOURS} that burn the processors; medians of {}",
+            steps.join(", "),
             beside_full.len()
         );
         if zero {
-            at_most("admission/high-priority", full / burning, 2.0, format!("{what}; blocks read as zero on both sides"));
+            at_most(
+                "admission/high-priority",
+                full / burning,
+                2.0,
+                format!("{what}; blocks read as zero on both sides"),
+            );
         } else {
             let why = "who gets back what it has had itself writes no zeros; what comes from others is zeroed all the same";
             reported("admission/unzeroed", full / burning, "x", format!("{what}; {why}"));
         }
-        for (side, times) in [("full", &beside_full), ("burning", &beside_burning)] {
-            reported(format!("admission/{name}-p99-{side}"), at(times, 990), "us", "99th of 100; shared cores, so without a bar");
+        for (side, rounds) in [("full", &beside_full), ("burning", &beside_burning)] {
+            reported(
+                format!("admission/{name}-p99-{side}"),
+                at(rounds, Round::all, 990),
+                "us",
+                "99th of 100; shared cores, so without a bar",
+            );
         }
     }
     Ok(())
 }
 
-/// The high one's rounds, each begun when the pool's room is as `is_so` says. Sorted.
-fn rounds(socket: &Path, zero: bool, is_so: impl Fn(u64) -> bool) -> Result<Vec<Duration>, Failure> {
+/// What each step of a round took.
+struct Round {
+    opened: Duration,
+    admitted: Duration,
+    ensured: Duration,
+}
+
+type Step = fn(&Round) -> Duration;
+
+impl Round {
+    fn all(&self) -> Duration {
+        self.opened + self.admitted + self.ensured
+    }
+}
+
+/// The high one's rounds, each begun when the pool's room is as `is_so` says.
+fn rounds(socket: &Path, zero: bool, is_so: impl Fn(u64) -> bool) -> Result<Vec<Round>, Failure> {
     let (client, profile) = connect(socket, "high")?;
-    let mut times = Vec::with_capacity(ROUNDS);
+    let mut rounds = Vec::with_capacity(ROUNDS);
     for round in 0..ROUNDS + WARM_UP {
         let waiting = Instant::now();
         while !is_so(profile.room()?.free) {
@@ -154,17 +202,20 @@ fn rounds(socket: &Path, zero: bool, is_so: impl Fn(u64) -> bool) -> Result<Vec<
         }
         let began = Instant::now();
         let mut session = open(&client, &profile, 0, zero)?;
+        let opened = began.elapsed();
         match session.admit(TOKENS, true)? {
-            Admission::Admitted => session.ensure(TOKENS)?,
+            Admission::Admitted => {}
             other => return Err(format!("not admitted: {other:?}").into()),
         }
+        let admitted = began.elapsed();
+        session.ensure(TOKENS)?;
         if round >= WARM_UP {
-            times.push(began.elapsed());
+            let ensured = began.elapsed() - admitted;
+            rounds.push(Round { opened, admitted: admitted - opened, ensured });
         }
         drop(session);
         profile.release_credit()?;
         std::thread::sleep(PAUSE);
     }
-    times.sort_unstable();
-    Ok(times)
+    Ok(rounds)
 }

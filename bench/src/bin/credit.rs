@@ -43,7 +43,12 @@ fn main() {
     );
     let each = |side: usize| samples.median(side) / PAIRS as f64 * 1e9;
     let note = format!("{:.1} ns against {:.2} ns; median of {}", each(0), each(1), samples.count());
-    at_most("credit/take-and-give", each(0) / each(1), 8.0, format!("atomic, shared by threads, against a bare bitmap pair: {note}"));
+    at_most(
+        "credit/take-and-give",
+        each(0) / each(1),
+        8.0,
+        format!("atomic, shared by threads, against a bare bitmap pair: {note}"),
+    );
 
     // A session that grows block by block within credit. Its end goes through the broker and is not timed.
     drop(profile);
@@ -71,5 +76,10 @@ fn main() {
     }
     times.sort_unstable();
     let ensure = times[times.len() / 2].as_secs_f64() / BLOCKS as f64 * 1e9;
-    reported("credit/ensure", ensure, "ns", format!("one block more, within credit, zeroing apart; {:.1} times the bare pair", ensure / each(1)));
+    reported(
+        "credit/ensure",
+        ensure,
+        "ns",
+        format!("one block more, within credit, zeroing apart; {:.1} times the bare pair", ensure / each(1)),
+    );
 }

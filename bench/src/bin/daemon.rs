@@ -111,7 +111,10 @@ fn start_to_ready(directory: &Path) -> io::Result<()> {
         ready.push(took);
         let heap = Memfd::new(false);
         let began = Instant::now();
-        let buffers: Vec<_> = (0..EXTENTS).map(|_| heap.allocate(EXTENT)).collect::<Result<_, _>>().map_err(io::Error::other)?;
+        let buffers: Vec<_> = (0..EXTENTS)
+            .map(|_| heap.allocate(EXTENT))
+            .collect::<Result<_, _>>()
+            .map_err(io::Error::other)?;
         taken.push(began.elapsed().as_secs_f64());
         drop(buffers);
         let began = Instant::now();
@@ -136,15 +139,26 @@ fn start_to_ready(directory: &Path) -> io::Result<()> {
 
 fn idle(directory: &Path) -> io::Result<()> {
     const SECONDS: u64 = 5;
+    /// Until then the broker looks whether anybody uses what was granted (`limits.rest-ms`, half a second, twice).
+    const REST: Duration = Duration::from_millis(1500);
     let (daemon, _) = Daemon::start(directory, "")?;
     let mut client = Raw::connect(&daemon.socket)?;
     client.greet()?;
     let blocks = client.grow(64)?;
+    std::thread::sleep(REST);
     let before = daemon.proc_status("voluntary_ctxt_switches:")?;
     std::thread::sleep(Duration::from_secs(SECONDS));
     let woken = daemon.proc_status("voluntary_ctxt_switches:")? - before;
     let figure = |name: &str, value: f64, unit: &str, bar: f64, note: &str| {
-        Figure { name: name.into(), value, unit: unit.into(), bar: Some(bar), cmp: Cmp::AtMost, note: note.into() }.print()
+        Figure {
+            name: name.into(),
+            value,
+            unit: unit.into(),
+            bar: Some(bar),
+            cmp: Cmp::AtMost,
+            note: note.into(),
+        }
+        .print()
     };
     figure(
         "daemon/idle-wakeups",
@@ -224,7 +238,8 @@ fn neighbours(directory: &Path) -> io::Result<()> {
     let me = nix::unistd::geteuid().as_raw();
     let victim = if root { VICTIM } else { me };
     let config = format!("[[tenant]]\nuid = {victim}\nreserve = \"48M\"\n");
-    let kinds: &[&str] = if root { &["burn", "flood", "stall", "hoard"] } else { &["burn", "flood", "stall"] };
+    let kinds: &[&str] =
+        if root { &["burn", "flood", "stall", "hoard"] } else { &["burn", "flood", "stall"] };
     let mut burn = 0.0;
     for &kind in kinds {
         let (daemon, _) = Daemon::start(directory, &config)?;
@@ -244,12 +259,26 @@ fn neighbours(directory: &Path) -> io::Result<()> {
         if let Some(status) = ended {
             return Err(io::Error::other(format!("the neighbour ({kind}) has ended: {status}")));
         }
-        let note = format!("one block granted and given back: median {:.1} us, p99 {:.1} us", middle * 1e6, late * 1e6);
+        let note = format!(
+            "one block granted and given back: median {:.1} us, p99 {:.1} us",
+            middle * 1e6,
+            late * 1e6
+        );
         if kind == "burn" {
             burn = middle;
-            reported("daemon/beside-burn", middle * 1e6, "us", format!("a neighbour burns processor time; {note}"));
+            reported(
+                "daemon/beside-burn",
+                middle * 1e6,
+                "us",
+                format!("a neighbour burns processor time; {note}"),
+            );
         } else {
-            at_most(format!("daemon/beside-{kind}"), middle / burn, 2.0, format!("over the same beside a neighbour that burns: {note}"));
+            at_most(
+                format!("daemon/beside-{kind}"),
+                middle / burn,
+                2.0,
+                format!("over the same beside a neighbour that burns: {note}"),
+            );
         }
     }
     Ok(())
@@ -310,7 +339,9 @@ fn neighbour(role: &str, path: &Path) -> io::Result<()> {
             let mut client = Raw::connect(path)?;
             let format = client.greet()?;
             loop {
-                client.send(Verb::Query, 0, |w| _ = w.put(&wire::Query { format: format.into(), reserved: 0.into() }))?;
+                client.send(Verb::Query, 0, |w| {
+                    _ = w.put(&wire::Query { format: format.into(), reserved: 0.into() })
+                })?;
             }
         }
         "hoard" => {
@@ -339,18 +370,30 @@ impl Raw {
     fn connect(path: &Path) -> io::Result<Self> {
         let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None)?;
         connect(fd.as_fd().as_raw_fd(), &UnixAddr::new(path)?)?;
-        Ok(Raw { socket: fd.into(), sequence: 0, buffer: vec![0; wire::MAX_MESSAGE], session: 0, kept: Vec::new() })
+        Ok(Raw {
+            socket: fd.into(),
+            sequence: 0,
+            buffer: vec![0; wire::MAX_MESSAGE],
+            session: 0,
+            kept: Vec::new(),
+        })
     }
 
     /// Says hello, registers the reference profile and opens a session.
     fn greet(&mut self) -> io::Result<u32> {
-        let hello = wire::Hello { magic: wire::MAGIC.into(), version: wire::VERSION.into(), label: wire::label("bench") };
+        let hello = wire::Hello {
+            magic: wire::MAGIC.into(),
+            version: wire::VERSION.into(),
+            label: wire::label("bench"),
+        };
         self.ask(Verb::Hello, 0, |w| _ = w.put(&hello))?;
         let reply = self.ask(Verb::Profile, 0, |w| wire::put_profile(w, &Profile::reference(), 0))?;
-        let format = Reader::new("format", &reply).one::<wire::Format>().map_err(io::Error::other)?.format.get();
+        let format =
+            Reader::new("format", &reply).one::<wire::Format>().map_err(io::Error::other)?.format.get();
         let open = wire::Open { format: format.into(), ..wire::Open::default() };
         let reply = self.ask(Verb::Open, 0, |w| _ = w.put(&open))?;
-        self.session = Reader::new("opened", &reply).one::<wire::Opened>().map_err(io::Error::other)?.session.get();
+        self.session =
+            Reader::new("opened", &reply).one::<wire::Opened>().map_err(io::Error::other)?.session.get();
         Ok(format)
     }
 
@@ -375,13 +418,16 @@ impl Raw {
             }
             return match header.fault.get() {
                 0 => Ok(body.to_vec()),
-                _ => Err(io::Error::other(String::from_utf8_lossy(body.get(16..).unwrap_or(body)).into_owned())),
+                _ => Err(io::Error::other(
+                    String::from_utf8_lossy(body.get(16..).unwrap_or(body)).into_owned(),
+                )),
             };
         }
     }
 
     fn room(&mut self, format: u32) -> io::Result<u64> {
-        let reply = self.ask(Verb::Query, 0, |w| _ = w.put(&wire::Query { format: format.into(), reserved: 0.into() }))?;
+        let reply = self
+            .ask(Verb::Query, 0, |w| _ = w.put(&wire::Query { format: format.into(), reserved: 0.into() }))?;
         Ok(Reader::new("room", &reply).one::<wire::Room>().map_err(io::Error::other)?.free.get())
     }
 
@@ -391,7 +437,8 @@ impl Raw {
         let mut r = Reader::new("grant", &reply);
         let grant: wire::Grant = *r.one().map_err(io::Error::other)?;
         let _: &[wire::ExtentInfo] = r.many(grant.extents.get(), wire::MAX_FDS).map_err(io::Error::other)?;
-        let blocks: &[wire::GrantedBlock] = r.many(grant.blocks.get(), wire::MAX_BLOCKS).map_err(io::Error::other)?;
+        let blocks: &[wire::GrantedBlock] =
+            r.many(grant.blocks.get(), wire::MAX_BLOCKS).map_err(io::Error::other)?;
         Ok(blocks.iter().map(|b| b.block).collect())
     }
 

@@ -47,7 +47,8 @@ struct Peer {
 
 impl Peer {
     fn echo(bytes: usize, fds: usize) -> io::Result<Self> {
-        let (ours, theirs) = socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
+        let (ours, theirs) =
+            socketpair(AddressFamily::Unix, SockType::SeqPacket, None, SockFlag::SOCK_CLOEXEC)?;
         let process = Command::new(std::env::current_exe()?)
             .args(["--echo", &bytes.to_string(), &fds.to_string()])
             .stdin(theirs)
@@ -56,7 +57,8 @@ impl Peer {
     }
 
     fn broker(directory: &Path, extent: &str) -> io::Result<Self> {
-        let (path, admin) = (directory.join(format!("{extent}.sock")), directory.join(format!("{extent}.admin")));
+        let (path, admin) =
+            (directory.join(format!("{extent}.sock")), directory.join(format!("{extent}.admin")));
         let process = Command::new("target/release/kvbrokerd")
             .args(["--pool", "192M", "--extent", extent, "--backend", "memfd", "--socket"])
             .arg(&path)
@@ -84,7 +86,12 @@ impl Peer {
         Ok((took, got.bytes, got.fds))
     }
 
-    fn call(&mut self, verb: Verb, session: u64, fill: impl FnOnce(&mut Writer)) -> io::Result<(Duration, Vec<OwnedFd>)> {
+    fn call(
+        &mut self,
+        verb: Verb,
+        session: u64,
+        fill: impl FnOnce(&mut Writer),
+    ) -> io::Result<(Duration, Vec<OwnedFd>)> {
         let mut w = Writer::request(verb, 1, session);
         fill(&mut w);
         let (took, bytes, fds) = self.round(&w.finish())?;
@@ -112,7 +119,8 @@ fn measure(directory: &Path) -> io::Result<()> {
 
 fn grants(directory: &Path, extent: &str, blocks: u32) -> io::Result<()> {
     let mut broker = Peer::broker(directory, extent)?;
-    let hello = wire::Hello { magic: wire::MAGIC.into(), version: wire::VERSION.into(), label: wire::label("bench") };
+    let hello =
+        wire::Hello { magic: wire::MAGIC.into(), version: wire::VERSION.into(), label: wire::label("bench") };
     broker.call(Verb::Hello, 0, |w| _ = w.put(&hello))?;
     broker.call(Verb::Profile, 0, |w| wire::put_profile(w, &Profile::reference(), 0))?;
     let open = wire::Open { format: 1.into(), ..wire::Open::default() };
@@ -151,7 +159,8 @@ fn grants(directory: &Path, extent: &str, blocks: u32) -> io::Result<()> {
         let grant: wire::Grant = *r.one().map_err(io::Error::other)?;
         let extents: Vec<wire::ExtentInfo> =
             r.many(grant.extents.get(), wire::MAX_FDS).map_err(io::Error::other)?.to_vec();
-        let names: Vec<GrantedBlock> = r.many(grant.blocks.get(), wire::MAX_BLOCKS).map_err(io::Error::other)?.to_vec();
+        let names: Vec<GrantedBlock> =
+            r.many(grant.blocks.get(), wire::MAX_BLOCKS).map_err(io::Error::other)?.to_vec();
         let came = fds.len();
         drop(fds);
         broker.call(Verb::Free, 0, |w| {
@@ -182,7 +191,10 @@ fn grants(directory: &Path, extent: &str, blocks: u32) -> io::Result<()> {
         true => format!("grant/strict-{blocks}"),
         false => format!("grant/{blocks}"),
     };
-    let note = format!("{grant:.1} us against {bounce:.1} us, {reply} bytes and {descriptors} descriptors back; median of {}", granted.len());
+    let note = format!(
+        "{grant:.1} us against {bounce:.1} us, {reply} bytes and {descriptors} descriptors back; median of {}",
+        granted.len()
+    );
     at_most(&name, grant / bounce, 1.25, format!("over the bare seqpacket ping-pong: {note}"));
     if blocks == 64 && !strict {
         reported("grant/per-block", grant / f64::from(blocks), "us", "whole grant path in a batch of 64");

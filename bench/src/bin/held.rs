@@ -28,7 +28,12 @@ fn main() {
     let one = load(&reference, false);
     at_most("held/mixed", one.over_live(), 1.15, one.note("8 sessions of one process"));
     let tokens = one.live_blocks as f64;
-    reported("held/mixed-tail", one.tail / tokens, "x", "in the last blocks of tables, over live tokens' bytes");
+    reported(
+        "held/mixed-tail",
+        one.tail / tokens,
+        "x",
+        "in the last blocks of tables, over live tokens' bytes",
+    );
     reported("held/mixed-credit", one.credit / tokens, "x", "ahead of need");
     reported("held/mixed-stranded", one.stranded / tokens, "x", "free places beside blocks in use");
     reported(
@@ -41,7 +46,12 @@ fn main() {
     let eight = load(&reference, true);
     reported("held/mixed-8-processes", eight.over_live(), "x", eight.note("8 processes of one session each"));
     let small = load(&smol, false);
-    reported("held/mixed-smollm2", small.over_live(), "x", small.note("8 sessions of one process, 22.5 KiB per token"));
+    reported(
+        "held/mixed-smollm2",
+        small.over_live(),
+        "x",
+        small.note("8 sessions of one process, 22.5 KiB per token"),
+    );
     shared_prompt(&reference);
 }
 
@@ -128,7 +138,8 @@ fn load(profile: &Profile, processes: bool) -> Held {
         let slot = profiles[0].slot_bytes() as f64;
         let all = f64::from(EXTENTS) * EXTENT as f64 - ledger["free"] as f64 - ledger["waste"] as f64;
         let map = broker.with(|b| b.map());
-        let is_idle = |e: &&kvbroker::broker::ExtentReport| e.uid.is_some() && e.slots.chars().all(|s| s == '.');
+        let is_idle =
+            |e: &&kvbroker::broker::ExtentReport| e.uid.is_some() && e.slots.chars().all(|s| s == '.');
         let idle = map.extents.iter().filter(is_idle).map(|e| e.slots.len() as f64 * slot).sum::<f64>();
         held.idle += idle;
         let stranded = ledger["stranded"] as f64 - idle;

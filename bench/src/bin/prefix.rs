@@ -27,8 +27,9 @@ const FORMAT: FormatId = FormatId(1);
 const BAR: f64 = 0.33;
 
 fn main() {
-    let prompts: Vec<Vec<u32>> =
-        (0..CHAINS).map(|c| (0..(BLOCKS * PER_BLOCK) as u32).map(|t| t * 7 + c as u32 * 100_003).collect()).collect();
+    let prompts: Vec<Vec<u32>> = (0..CHAINS)
+        .map(|c| (0..(BLOCKS * PER_BLOCK) as u32).map(|t| t * 7 + c as u32 * 100_003).collect())
+        .collect();
     let (mut ours, mut theirs) = (Ours::new(&prompts), Theirs::new(&prompts));
     matching(&mut ours, &mut theirs);
     resurrecting(&mut ours, &mut theirs);
@@ -64,7 +65,10 @@ fn matching(ours: &mut Ours, theirs: &mut Theirs) {
     drop(held);
     (0..CHAINS).for_each(|c| ours.let_go(c));
     let (a, b) = (per_block(&samples, 0), per_block(&samples, 1));
-    let note = format!("{a:.0} ns against {b:.0} ns a block; found, taken and let go while others hold it; median of {}", samples.count());
+    let note = format!(
+        "{a:.0} ns against {b:.0} ns a block; found, taken and let go while others hold it; median of {}",
+        samples.count()
+    );
     at_most("prefix/match", a / b, BAR, note);
 }
 
@@ -86,7 +90,8 @@ fn resurrecting(ours: &mut Ours, theirs: &mut Theirs) {
         time(3, &mut || theirs.held.clear());
     }
     times.iter_mut().for_each(|t| t.sort_unstable());
-    let each = |side: usize| times[side][times[side].len() / 2].as_secs_f64() / (BLOCKS * CHAINS) as f64 * 1e9;
+    let each =
+        |side: usize| times[side][times[side].len() / 2].as_secs_f64() / (BLOCKS * CHAINS) as f64 * 1e9;
     for (name, a, b) in [("resurrect", each(0), each(2)), ("release", each(1), each(3))] {
         let note = format!("{a:.0} ns against {b:.0} ns a block; medians of {}", times[0].len());
         at_most(format!("prefix/{name}"), a / b, BAR, note);
@@ -112,8 +117,18 @@ fn hashing(prompts: &[Vec<u32>]) {
             }
         },
     ]);
-    reported("prefix/hash-ours", per_block(&samples, 0), "ns", "SHA-256 over the parent's name and 16 token ids");
-    reported("prefix/hash-theirs", per_block(&samples, 1), "ns", "xxh3, with the blocks of tokens that kvbm-logical makes for it");
+    reported(
+        "prefix/hash-ours",
+        per_block(&samples, 0),
+        "ns",
+        "SHA-256 over the parent's name and 16 token ids",
+    );
+    reported(
+        "prefix/hash-theirs",
+        per_block(&samples, 1),
+        "ns",
+        "xxh3, with the blocks of tokens that kvbm-logical makes for it",
+    );
 }
 
 /// The index and the pool, driven as the broker drives them (`Broker::share`, `Broker::let_go`).
@@ -138,14 +153,32 @@ impl Ours {
             let (mut chain, mut own) = (Vec::new(), Vec::new());
             for tokens in prompt.chunks_exact(PER_BLOCK) {
                 name = child(&name, tokens);
-                let take = Take { tenant: TENANT, client, cut, near: None, whole: false, new_extents: 85, new_descriptors: 85 };
-                let block = pool.take(&take).expect("the pool has room").block;
+                let take = Take {
+                    tenant: TENANT,
+                    client,
+                    cut,
+                    near: None,
+                    whole: false,
+                    new_extents: 85,
+                    new_descriptors: 85,
+                };
+                let mut taken = Vec::new();
+                pool.take(&take, 1, &mut taken).expect("the pool has room");
+                let block = taken[0].block;
                 pool.add_holder(block.place.extent, client);
                 pool.hold(block, client).expect("it is credit");
                 pool.seal(block.place);
                 let (tenant, format) = (TENANT, FORMAT);
                 let (priority, windowed) = (100, false);
-                assert!(index.publish(Publication { name, parent, block, tenant, format, priority, windowed }));
+                assert!(index.publish(Publication {
+                    name,
+                    parent,
+                    block,
+                    tenant,
+                    format,
+                    priority,
+                    windowed
+                }));
                 parent = Some(name);
                 chain.push(name);
                 own.push(block);
@@ -161,8 +194,10 @@ impl Ours {
     /// All blocks of a chain, by their names, one table more in which they stand.
     fn find(&mut self, chain: usize) {
         let Ours { pool, index, names, .. } = self;
-        let found: Vec<BlockId> =
-            names[chain].iter().map(|name| index.look_up(black_box(name)).expect("it is published")).collect();
+        let found: Vec<BlockId> = names[chain]
+            .iter()
+            .map(|name| index.look_up(black_box(name)).expect("it is published"))
+            .collect();
         pool.share(found.iter().map(|block| block.place), |place| index.hold(place));
         black_box(found);
     }
@@ -203,7 +238,10 @@ impl Theirs {
         for prompt in prompts {
             let sequence = TokenBlockSequence::from_slice(prompt, PER_BLOCK as u32, Some(TENANT.0.into()));
             let blocks = manager.allocate_blocks(BLOCKS).expect("there is room");
-            let complete = blocks.into_iter().zip(sequence.blocks()).map(|(b, tokens)| b.complete(tokens).expect("16 tokens"));
+            let complete = blocks
+                .into_iter()
+                .zip(sequence.blocks())
+                .map(|(b, tokens)| b.complete(tokens).expect("16 tokens"));
             drop(manager.register_blocks(complete.collect()));
             all.push(hashes(prompt));
         }

@@ -29,9 +29,13 @@ fn main() {
             let costs = measure(bytes, sessions);
             for ((op, cost), (_, least)) in costs.iter().zip(first.as_ref().unwrap_or(&costs)) {
                 let row = format!("scale/{op}-{sessions}-sessions-{name}");
-                let note = format!("{cost:.2} us, in a pool of {name} with {sessions} sessions; over the pool of 64M");
+                let note = format!(
+                    "{cost:.2} us, in a pool of {name} with {sessions} sessions; over the pool of 64M"
+                );
                 match first {
-                    None => reported(row, *cost, "us", format!("in a pool of {name} with {sessions} sessions")),
+                    None => {
+                        reported(row, *cost, "us", format!("in a pool of {name} with {sessions} sessions"))
+                    }
                     Some(_) => at_most(row, cost / least, 1.5, note),
                 }
             }
@@ -208,8 +212,7 @@ impl Filled {
         let granted = self.grow(writer, 0, &[], 1);
         self.seal(writer, &granted, salt);
         let reader = self.open();
-        let mut tokens: Vec<u32> =
-            (0..PER_BLOCK).map(|i| i ^ salt.wrapping_mul(0x9e37_79b9)).collect();
+        let mut tokens: Vec<u32> = (0..PER_BLOCK).map(|i| i ^ salt.wrapping_mul(0x9e37_79b9)).collect();
         tokens.push(u32::MAX);
         let attach = wire::Attach { count: (tokens.len() as u32).into(), more: 0.into() };
         let reply = self.ask(Verb::Attach, reader, |w| _ = w.put(&attach).put_tokens(&tokens));

@@ -82,7 +82,12 @@ fn measure(name: &str, layers: u32, row: u32) {
         each(1),
         samples.count()
     );
-    at_most(format!("views/grant-{name}-memfd"), each(0) / each(1), 1.5, format!("a block into plane views / bare mmaps and touches: {note}"));
+    at_most(
+        format!("views/grant-{name}-memfd"),
+        each(0) / each(1),
+        1.5,
+        format!("a block into plane views / bare mmaps and touches: {note}"),
+    );
     bases.iter().for_each(|base| {
         let address = NonNull::new(*base as *mut _).expect("a mapping");
         // SAFETY: the whole range is ours, from `reserve`.
@@ -121,7 +126,8 @@ fn show(fd: &OwnedFd, at: usize, bytes: usize, offset: usize) {
     let protection = ProtFlags::PROT_READ | ProtFlags::PROT_WRITE;
     let flags = MapFlags::MAP_SHARED | MapFlags::MAP_FIXED;
     // SAFETY: the range is part of one that `reserve` gave, so MAP_FIXED replaces nobody else's mapping.
-    let address = unsafe { mmap(NonZeroUsize::new(at), length, protection, flags, fd.as_fd(), offset as i64) };
+    let address =
+        unsafe { mmap(NonZeroUsize::new(at), length, protection, flags, fd.as_fd(), offset as i64) };
     address.expect("mapped");
 }
 

@@ -219,6 +219,14 @@ pub struct KvOptions<'a> {
     pub context: usize,
 }
 
+impl KvOptions<'_> {
+    /// Registers the geometry with the client's broker.
+    pub fn register(&self, client: &Client) -> Result<GroupedProfile, KvError> {
+        let profile = self.geometry.profile(self.model, self.element, self.layout)?;
+        Ok(client.grouped_profile(&profile)?)
+    }
+}
+
 /// Blocks that a sequence holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Usage {
@@ -244,9 +252,7 @@ impl Broker {
     /// Connects (`KVBROKER_SOCKET`, or `KVBROKER_BACKEND=embedded`) and opens a sequence.
     pub fn open(options: &KvOptions) -> Result<Self, KvError> {
         let client = Client::connect()?;
-        let profile = options.geometry.profile(options.model, options.element, options.layout)?;
-        let profile = client.grouped_profile(&profile)?;
-        Broker::open_on(&client, &profile, options)
+        Broker::open_on(&client, &options.register(&client)?, options)
     }
 
     /// Opens another sequence of a client.

@@ -44,8 +44,8 @@ struct Args {
     #[arg(long, default_value_t = 0)]
     seed: u64,
     /// Type of the cached keys and values
-    #[arg(long, value_enum, default_value_t = KvType::F16)]
-    kv_type: KvType,
+    #[arg(long, default_value_t = Element::F16, value_name = "TYPE")]
+    kv_type: Element,
     /// How weights are held in memory
     #[arg(long, value_enum, default_value_t = Weights::File)]
     weights: Weights,
@@ -67,12 +67,6 @@ struct Args {
     /// Print one JSON object per line (start, token, done, error) instead of text
     #[arg(long)]
     json_events: bool,
-}
-
-#[derive(Debug, Clone, Copy, ValueEnum)]
-enum KvType {
-    F16,
-    F32,
 }
 
 #[derive(Debug, Clone, Copy, ValueEnum)]
@@ -175,10 +169,7 @@ fn run(args: &Args) -> Result<()> {
         model: &loaded.name,
         fingerprint: &loaded.fingerprint,
         geometry: loaded.model.geometry(),
-        element: match args.kv_type {
-            KvType::F16 => Element::F16,
-            KvType::F32 => Element::F32,
-        },
+        element: args.kv_type,
         layout: Layout::PlaneMajor,
         context,
     })?;

@@ -1,7 +1,8 @@
 //! `kvbctl plan`: from options and model files to the account that [`kvbroker::plan`] makes.
 
 use super::{Failure, print_json};
-use clap::ValueEnum;
+use clap::builder::{PossibleValue, PossibleValuesParser, TypedValueParser};
+use kvbroker::heap::Backend;
 use kvbroker::map::page_bytes;
 use kvbroker::model::{KvType, ModelShape};
 use kvbroker::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, PackingError, Placement};
@@ -32,15 +33,15 @@ pub struct Args {
     /// Tokens that a session holds at a time, for the paged account [default: a quarter of --context]
     #[arg(long, value_name = "TOKENS")]
     live: Option<u32>,
-    /// Element type of K and V: f16, bf16, f32, int8, q8_0 or q4_0
-    #[arg(long, default_value_t = KvType::F16, value_name = "TYPE")]
+    #[arg(long, default_value_t = KvType::F16, value_name = "TYPE",
+          help = format!("Element type of K and V: {}", KvType::names()))]
     kv_type: KvType,
     /// Extent size: auto, block (one file descriptor for each block), or a size
     #[arg(long, default_value_t = ExtentSize::Auto, value_name = "auto|block|SIZE")]
     extent: ExtentSize,
     /// Where the pool lies
-    #[arg(long, value_enum, default_value_t = Backend::DmaHeap)]
-    backend: Backend,
+    #[arg(long, default_value = Backend::DmaHeap.name(), value_parser = Memory::parser())]
+    backend: Memory,
     /// The board's page size [default: this machine's]
     #[arg(long, value_name = "SIZE")]
     page_size: Option<Size>,
@@ -62,16 +63,24 @@ pub struct Args {
 }
 
 /// What the kernel makes extents of.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-enum Backend {
-    /// A dma-heap over CMA: contiguous, and aligned by the kernel
-    DmaHeap,
-    /// dma-bufs over memfd pages
-    Udmabuf,
-    /// memfd pages
-    Memfd,
-    /// The system dma-heap: scattered pages
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum Memory {
+    /// A kind that the broker knows.
+    Of(Backend),
+    /// The system dma-heap. To the broker it is a dma-heap like any other, but its pages are scattered.
     System,
+}
+
+impl Memory {
+    const SYSTEM: &str = "system";
+
+    fn parser() -> impl TypedValueParser<Value = Memory> {
+        let of = |b: Backend| PossibleValue::new(b.name()).help(b.about());
+        let system = PossibleValue::new(Self::SYSTEM).help("The system dma-heap: scattered pages");
+        let all = Backend::CONFIGURABLE.map(of).into_iter().chain([system]);
+        PossibleValuesParser::new(all)
+            .map(|name| Backend::configurable(&name).map_or(Memory::System, Memory::Of))
+    }
 }
 
 impl Args {
@@ -112,8 +121,8 @@ impl Args {
     fn placement(&self) -> Result<Placement, PackingError> {
         let page = self.page_size.map_or(page_bytes() as u64, Size::bytes);
         match self.backend {
-            Backend::DmaHeap => Placement::cma(page, self.cma_alignment),
-            Backend::Udmabuf | Backend::Memfd | Backend::System => Placement::pages(page),
+            Memory::Of(backend) if !backend.is_scattered() => Placement::cma(page, self.cma_alignment),
+            Memory::Of(_) | Memory::System => Placement::pages(page),
         }
     }
 }

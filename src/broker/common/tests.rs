@@ -3,6 +3,7 @@
 use std::collections::BTreeMap;
 
 use super::*;
+use crate::broker::quarantine::LONGEST;
 use crate::broker::{Peer, Policy};
 use crate::heap::{Heap, Memfd};
 use crate::wire::{self, Fault, Reader, Verb, WireBlock, Writer};

@@ -53,6 +53,7 @@ impl At {
         At(key.expect("a pool has fewer than 2^32 places"))
     }
 
+    #[inline]
     fn key(self) -> usize {
         self.0.get() as usize - 1
     }
@@ -105,18 +106,21 @@ pub(super) struct Tree {
 
 impl Index<At> for Tree {
     type Output = Entry;
+    #[inline]
     fn index(&self, at: At) -> &Entry {
         &self.entries[at.key()]
     }
 }
 
 impl IndexMut<At> for Tree {
+    #[inline]
     fn index_mut(&mut self, at: At) -> &mut Entry {
         &mut self.entries[at.key()]
     }
 }
 
 /// A name is a SHA-256: any 64 bits of it are as good as all.
+#[inline]
 fn hash_of_name(key: &RandomState, name: &Digest) -> u64 {
     let (first, _) = name.split_first_chunk().expect("a name has 32 bytes");
     key.hash_one(u64::from_le_bytes(*first))
@@ -133,6 +137,7 @@ impl Tree {
     }
 
     /// The node under `name`.
+    #[inline]
     pub fn find(&self, name: &Digest) -> Option<At> {
         let hash = hash_of_name(&self.key, name);
         self.names.find(hash, |at| self[*at].name == *name).copied()

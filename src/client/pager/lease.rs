@@ -12,7 +12,7 @@ use crate::client::credit::Spare;
 use crate::client::{Client, Error, Format, lock, read_one};
 use crate::id::BlockId;
 use crate::profile::Plane;
-use crate::wire::{self, MAX_BLOCKS, MAX_FDS, Verb, Writer};
+use crate::wire::{self, MAX_BLOCKS, Verb, Writer};
 use sha2::{Digest, Sha256};
 
 /// Entries that one message names, so that it and its reply stay far below the longest.
@@ -114,24 +114,9 @@ impl Lease {
             );
             return Err(Error::Refused { fault, needed, available, text });
         }
-        let mut left = units;
-        while left > 0 {
-            let some = left.min(MAX_FDS);
-            let got = self.ask(some)?;
-            lock(&self.spare).extend(got);
-            left -= some;
-        }
+        let got = self.client.shared.reserve(&self.format, units)?;
+        lock(&self.spare).extend(got);
         Ok(())
-    }
-
-    /// Blocks as credit, all or none.
-    fn ask(&self, count: usize) -> Result<Vec<Spare>, Error> {
-        let reserve = wire::Reserve { format: self.format.id.into(), want: (count as u32).into() };
-        let shared = &self.client.shared;
-        let mut link = shared.link()?;
-        shared.request_blocks(&mut link, &self.format, Verb::Reserve, 0, |w| {
-            w.put(&reserve);
-        })
     }
 
     /// Takes blocks: from what is reserved, from late answers, and the rest from the broker. All or none.
@@ -148,13 +133,11 @@ impl Lease {
                 None => break,
             }
         }
-        while got.len() < count {
-            match self.ask((count - got.len()).min(MAX_FDS)) {
-                Ok(more) => got.extend(more),
-                Err(e) => {
-                    self.free(got);
-                    return Err(e);
-                }
+        match self.client.shared.reserve(&self.format, count - got.len()) {
+            Ok(more) => got.extend(more),
+            Err(e) => {
+                self.free(got);
+                return Err(e);
             }
         }
         let named = |spare: &Spare| {

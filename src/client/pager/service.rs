@@ -1,7 +1,8 @@
 //! The pager's own thread: grants what the fault handler asks for.
 //!
 //! Owns the waiting. Invariant: every unit that is wanted becomes granted, or failed with words; also when this thread
-//! comes to an end, for whatever reason, so no thread sleeps in the handler for ever.
+//! comes to an end, for whatever reason, so no thread sleeps in the handler for ever
+//! (`tests/pager.rs::a_write_that_waits_while_its_pager_is_freed_does_not_wait_for_ever`).
 
 use std::os::fd::{AsFd, BorrowedFd};
 use std::sync::Arc;

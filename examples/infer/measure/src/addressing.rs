@@ -150,8 +150,7 @@ pub fn counted(weights: &str, held: &str, store: &str) -> Result<()> {
             layout: Layout::PlaneMajor,
             context,
         };
-        let profile = client.grouped_profile(&geometry.profile(options.model, ELEMENT, options.layout)?)?;
-        side(&model, &mut Broker::open_on(&client, &profile, &options)?, held)?
+        side(&model, &mut Broker::open_on(&client, &options.register(&client)?, &options)?, held)?
     } else {
         side(&model, &mut Twin::new(geometry, ELEMENT, context), held)?
     };

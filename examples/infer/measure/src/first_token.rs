@@ -12,13 +12,12 @@ use infer::kv::{Broker, KvOptions, KvStore, Twin};
 use infer::load::{Loaded, cached_smollm2, load};
 use infer::model::Logits;
 use infer::weights::Precision;
-use kvbroker::attention::Element;
 use kvbroker::client::{Client, EmbeddedOptions, GroupedProfile};
-use kvbroker::profile::Layout;
 use nix::sys::resource::{UsageWho, getrusage};
 use nix::sys::time::TimeValLike;
 
 use crate::figure::{at_least, at_most, reported};
+use crate::sequence;
 
 const PROMPT: usize = 320;
 /// 70 % of the prompt, and 7 whole blocks of SmolLM2's 32 tokens.
@@ -36,19 +35,9 @@ pub fn run() -> Result<()> {
 
 fn weights(name: &str, precision: Precision) -> Result<()> {
     let loaded = load(&cached_smollm2()?, precision)?;
-    let geometry = loaded.model.geometry();
-    let options = KvOptions {
-        label: "measure",
-        model: &loaded.name,
-        fingerprint: &loaded.fingerprint,
-        geometry,
-        element: Element::F16,
-        layout: Layout::PlaneMajor,
-        context: PROMPT,
-    };
+    let options = sequence::options(&loaded, PROMPT);
     let client = Client::embedded(EmbeddedOptions::default())?;
-    let profile =
-        client.grouped_profile(&geometry.profile(options.model, options.element, options.layout)?)?;
+    let profile = options.register(&client)?;
     let text = loaded.text.encode(include_str!("../../prompts/system.txt"))?;
     let shared: Vec<u32> = text.iter().copied().cycle().take(SHARED).collect();
     // The cold prompt begins with another token, so that none of it is published.
@@ -66,7 +55,7 @@ fn weights(name: &str, precision: Precision) -> Result<()> {
     let mut publisher = Broker::open_on(&client, &profile, &options)?;
     compute(&loaded, &mut publisher, &shared, 0)?;
     ensure!(publisher.seal(&shared)? == SHARED, "the prefix is not whole blocks");
-    let mut twin = Twin::new(geometry, options.element, PROMPT);
+    let mut twin = Twin::new(options.geometry, options.element, PROMPT);
     compute(&loaded, &mut twin, &shared, 0)?;
 
     let samples = interleaved([

@@ -8,6 +8,7 @@
 mod addressing;
 mod figure;
 mod first_token;
+mod sequence;
 mod stored_prompt;
 
 use anyhow::{Result, bail};

@@ -12,15 +12,14 @@ use std::process::{Child, Command};
 use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result, ensure};
-use infer::kv::{Broker, KvOptions};
+use infer::kv::Broker;
 use infer::load::{Loaded, cached_smollm2, load};
 use infer::weights::Precision;
-use kvbroker::attention::Element;
 use kvbroker::client::{Client, ClientOptions};
-use kvbroker::profile::Layout;
 
 use crate::figure::{at_most, reported};
 use crate::first_token::compute;
+use crate::sequence;
 
 /// The stored prompt: 8 whole blocks of SmolLM2's 32 tokens.
 const STORED: usize = 256;
@@ -72,24 +71,19 @@ pub fn run() -> Result<()> {
     );
     // The only promise is that it is worth having.
     at_most("stored-prompt/start-to-first-token", stored / computed, "x", 1.0, &note);
-    reported("stored-prompt/with", stored * 1e3, "ms", "start of the broker to the first token, prompt stored");
+    reported(
+        "stored-prompt/with",
+        stored * 1e3,
+        "ms",
+        "start of the broker to the first token, prompt stored",
+    );
     reported("stored-prompt/without", computed * 1e3, "ms", "the same, prompt computed");
     Ok(())
 }
 
 fn open(loaded: &Loaded, client: &Client) -> Result<Broker> {
-    let geometry = loaded.model.geometry();
-    let options = KvOptions {
-        label: "measure",
-        model: &loaded.name,
-        fingerprint: &loaded.fingerprint,
-        geometry,
-        element: Element::F16,
-        layout: Layout::PlaneMajor,
-        context: PROMPT,
-    };
-    let profile = geometry.profile(options.model, options.element, options.layout)?;
-    Ok(Broker::open_on(client, &client.grouped_profile(&profile)?, &options)?)
+    let options = sequence::options(loaded, PROMPT);
+    Ok(Broker::open_on(client, &options.register(client)?, &options)?)
 }
 
 /// A running daemon, which ends with this value.
