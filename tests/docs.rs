@@ -189,6 +189,40 @@ fn every_module_is_in_the_table_of_rooms_and_every_room_is_there() {
     assert!(gone.is_empty(), "docs/architecture.md names {gone:?}, which are not there");
 }
 
+/// What a document says is in a file: "`Pool::take` (pool/choose.rs)" gives `take` and the file.
+fn placed(text: &str) -> Vec<(String, String)> {
+    let flat = text.split_whitespace().collect::<Vec<_>>().join(" ");
+    let mut found = Vec::new();
+    for (at, _) in flat.match_indices("` (") {
+        let inside = flat[at + 3..].split(')').next().unwrap_or_default();
+        let named = flat[..at].rsplit('`').next().unwrap_or_default();
+        let name = named.split('(').next().and_then(|n| n.rsplit("::").next()).unwrap_or_default();
+        if inside.ends_with(".rs") && !inside.contains(' ') {
+            found.push((name.to_owned(), inside.to_owned()));
+        }
+    }
+    found
+}
+
+#[test]
+fn the_ways_of_a_grant_and_of_a_fault_go_through_functions_that_are_where_they_are_said_to_be() {
+    let sources = sources();
+    let all = placed(&read("docs/architecture.md"));
+    assert!(all.len() > 12, "{all:?}: is the document read right?");
+    let is_there = |(name, file): &&(String, String)| {
+        let text = [format!("src/{file}"), file.clone()].into_iter().find_map(|p| sources.get(Path::new(&p)));
+        let begins = |line: &str, word: &str| {
+            let rest = line.split_once(&format!("{word} {name}")).map(|(_, rest)| rest);
+            rest.is_some_and(|r| !r.starts_with(|c: char| c.is_ascii_alphanumeric() || c == '_'))
+        };
+        text.is_some_and(|t| t.lines().any(|l| begins(l, "fn") || begins(l, "struct") || begins(l, "enum")))
+    };
+    let gone: Vec<_> = all.iter().filter(|placed| !is_there(placed)).collect();
+    assert!(gone.is_empty(), "docs/architecture.md says that these are there, and they are not: {gone:?}");
+    let wrong = ("take".to_owned(), "pool/life.rs".to_owned());
+    assert!(!is_there(&&wrong), "it is noticed");
+}
+
 #[test]
 fn what_a_document_says_of_a_test_that_is_not_there_is_noticed() {
     let sources = sources();

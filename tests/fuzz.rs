@@ -92,3 +92,34 @@ fn the_scripts_that_sequences_begin_with_reach_every_verb() {
     let missing: Vec<_> = Verb::ALL.iter().filter(|verb| !granted.contains_key(&(**verb as u16))).collect();
     assert!(missing.is_empty(), "never granted: {missing:?}");
 }
+
+/// Whatever asks for each verb, and what is asked for elsewhere: how a verb is added, in `docs/architecture.md`, counts on
+/// this test where the compiler does not lead.
+#[test]
+fn a_verb_that_the_model_the_deaths_or_the_claims_do_not_ask_for_is_missed() {
+    let read = |file: &str| {
+        std::fs::read_to_string(std::path::Path::new(env!("CARGO_MANIFEST_DIR")).join(file)).unwrap()
+    };
+    let places: [(&str, &[Verb]); 4] = [
+        // Windows have a model of their own.
+        ("src/broker/model_test.rs", &[Verb::Window, Verb::CloseWindow]),
+        ("fuzz/src/broker.rs", &[]),
+        // What a client that dies in them leaves is what it had before.
+        ("tests/daemon/deaths.rs", &[Verb::ReturnExtent, Verb::Query, Verb::CloseWindow, Verb::Skip]),
+        // They name nothing that could be another's but a window, whose claims are in `window_test`.
+        ("tests/daemon/claims.rs", &[Verb::Hello, Verb::Reserve, Verb::CloseWindow]),
+    ];
+    for (file, elsewhere) in places {
+        let text = read(file);
+        let asked = |verb: &Verb| text.contains(&format!("Verb::{verb:?}"));
+        let missing: Vec<_> = Verb::ALL.iter().filter(|v| !asked(v) && !elsewhere.contains(v)).collect();
+        assert!(missing.is_empty(), "{file} does not ask for {missing:?}");
+    }
+    let (wire, shapes) = (read("src/wire.rs"), read("fuzz/src/wire.rs"));
+    let structures = wire.lines().filter_map(|l| l.strip_prefix("    struct ")?.strip_suffix(" {"));
+    // Every message begins with the one; the other stands in a grant, before its blocks.
+    let mut missing = structures.filter(|name| {
+        !["Header", "ExtentInfo"].contains(name) && !shapes.contains(&format!("wire::{name}"))
+    });
+    assert_eq!(missing.next(), None, "fuzz/src/wire.rs has no shape of it");
+}

@@ -44,7 +44,7 @@ pub struct Policy {
     /// Milliseconds after which an extent without a block in use goes back to the pool, at the latest after twice as many;
     /// 0 to leave it with its tenant until somebody else needs it.
     pub rest_ms: u32,
-    /// Take checksums of sealed blocks, which a check compares ([`Broker::begin_fsck`]).
+    /// Take checksums of sealed blocks, which a check compares ([`Broker::begin_fsck`](super::Broker::begin_fsck)).
     pub checksums: bool,
     /// Whose pinned prompts are common to whom.
     pub common: Vec<CommonRule>,

@@ -34,7 +34,7 @@ unsafe fn stated<T: Versioned>(from: *const T, what: &str) -> Result<usize, Fail
     Ok(size)
 }
 
-/// Whether [`write`] will find room.
+/// Whether [`write()`] will find room.
 ///
 /// # Safety
 /// As for `write`.

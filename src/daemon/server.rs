@@ -1,7 +1,7 @@
 //! The loop: readiness in, requests to the broker, messages out.
 //!
 //! Owns all connections. Invariants: every tenant gets its turn, one message at a time, and so does each of its connections
-//! ([`turns`](super::turns)); nothing here blocks; a client is gone from the broker in the same turn in which the end of its
+//! ([`turns`]); nothing here blocks; a client is gone from the broker in the same turn in which the end of its
 //! connection is read, or its process has ended. Who comes in is in `accept`, who operates in `operators`.
 
 mod accept;
