@@ -110,7 +110,7 @@ impl World {
         let (magic, version) = (wire::MAGIC.into(), wire::VERSION.into());
         self.send(id, Verb::Hello, |w| _ = w.put(&wire::Hello { magic, version, label: wire::label("w") }));
         let row = pages * page_bytes() as u32;
-        let profile = Profile::uniform(&format!("{pages}"), "f16", 1, row / 2, row / 2, 1).unwrap();
+        let profile = Profile::uniform(format!("{pages}"), "f16", 1, row / 2, row / 2, 1).unwrap();
         self.send(id, Verb::Profile, |w| wire::put_profile(w, &profile, 0));
         let last = self.broker.outputs().pop_back().unwrap();
         let format: &wire::Format =
