@@ -24,6 +24,7 @@ pub mod plan;
 pub mod pool;
 pub mod profile;
 pub mod quote;
+mod seldom;
 pub mod seqpacket;
 #[cfg(feature = "daemon")]
 pub mod simulate;

@@ -2,39 +2,52 @@
 //!
 //! Owns nothing. Invariant: what comes out holds no character that could play tricks on a terminal or on who reads it:
 //! no control, nothing that turns the direction of writing, and nothing that is there and cannot be seen.
+//!
+//! **The rule** goes by general categories (UAX #44): shown are letters, marks, numbers, punctuation, symbols, and the one
+//! space of ASCII. So no control (Cc), no format character (Cf: joiners, the controls of writing direction, tags, annotations,
+//! joiners of hieroglyphs), no separator of lines or paragraphs (Zl, Zp), no other space (Zs), nothing of private use (Co), and
+//! nothing that is not assigned (Cn), as of the Unicode version of `unicode-properties` (18.0): what comes later is `?` until
+//! that is newer. Then there are the few that have a category of what is seen, and are blank: [`BLANK`].
 
-/// Characters that are there and cannot be seen, as ranges: those with the property Default_Ignorable_Code_Point (Unicode 16.0,
-/// DerivedCoreProperties.txt: joiners and other characters of no width, the controls of writing direction, variation selectors,
-/// tags, fillers), and beside these the separators of lines and paragraphs (categories Zl and Zp) and the marks of
-/// interlinear annotation, which are of category Cf. Every character of the property Bidi_Control is among them.
-const INVISIBLE: [(u32, u32); 19] = [
-    (0x00ad, 0x00ad),
+use unicode_properties::{GeneralCategoryGroup, UnicodeGeneralCategory};
+
+/// Characters that cannot be seen although they are letters, marks or symbols by category, as ranges: those with the property
+/// Default_Ignorable_Code_Point (DerivedCoreProperties.txt: fillers, variation selectors, the grapheme joiner, two vowels of
+/// Khmer), and those whose names say that they are blank, null, or fill or join only.
+const BLANK: [(u32, u32); 15] = [
     (0x034f, 0x034f),
-    (0x061c, 0x061c),
     (0x115f, 0x1160),
     (0x17b4, 0x17b5),
-    (0x180b, 0x180f),
-    (0x200b, 0x200f),
-    // With the two separators, which stand just before the embeddings and overrides.
-    (0x2028, 0x202e),
-    (0x2060, 0x206f),
+    (0x180b, 0x180d),
+    (0x180f, 0x180f),
+    // The braille pattern without dots.
+    (0x2800, 0x2800),
     (0x3164, 0x3164),
     (0xfe00, 0xfe0f),
-    (0xfeff, 0xfeff),
     (0xffa0, 0xffa0),
-    // With the marks of annotation.
-    (0xfff0, 0xfffb),
-    (0x1_bca0, 0x1_bca3),
-    (0x1_d173, 0x1_d17a),
-    (0xe_0000, 0xe_001f),
-    (0xe_0020, 0xe_007f),
-    (0xe_0080, 0xe_0fff),
+    // The joiner of Brahmi numbers.
+    (0x1_107f, 0x1_107f),
+    // The mirror, the blanks and the lost signs of hieroglyphs, which belong to a layout that no terminal has.
+    (0x1_3440, 0x1_3446),
+    // The filler of Khitan.
+    (0x1_6fe4, 0x1_6fe4),
+    // The null notehead.
+    (0x1_d159, 0x1_d159),
+    // Modifiers of sign writing: fill and rotation of the sign before them.
+    (0x1_da9b, 0x1_daaf),
+    (0xe_0100, 0xe_01ef),
 ];
 
 /// Whether a character must not reach a terminal or a log: a control, or one that cannot be seen.
 pub fn is_tricky(c: char) -> bool {
+    if c.is_ascii() {
+        return c.is_ascii_control();
+    }
     let code = u32::from(c);
-    c.is_control() || INVISIBLE.iter().any(|(first, last)| (*first..=*last).contains(&code))
+    match c.general_category_group() {
+        GeneralCategoryGroup::Other | GeneralCategoryGroup::Separator => true,
+        _ => BLANK.iter().any(|(first, last)| (*first..=*last).contains(&code)),
+    }
 }
 
 /// `text` with `?` for every character that plays tricks, the end of a line included: for what is one line.
@@ -66,14 +79,36 @@ mod tests {
         // selector of each kind, a soft hyphen, a filler, an annotation.
         let bad = "\u{202e}\u{2066}\u{61c}\u{200d}\u{feff}\u{2028}\u{2029}\u{e0041}\u{fe0f}\u{e0100}\u{ad}\u{3164}\u{fff9}";
         assert_eq!(plain(bad), "?".repeat(13));
+        // Blank by name, joiners of hieroglyphs, fillers, a null note.
+        let bad = "\u{2800}\u{13430}\u{13441}\u{115f}\u{ffa0}\u{16fe4}\u{1d159}\u{34f}";
+        assert_eq!(plain(bad), "?".repeat(8));
+        // Private use, not assigned, no character at all.
+        assert_eq!(plain("\u{e000}\u{10fffd}\u{378}\u{2065}\u{fdd0}\u{ffff}"), "?".repeat(6));
         for good in ["engine/system", "关断三号阀门", "Ünïcode é e\u{301}", "نظام", "система", "🙂"]
         {
             assert_eq!(plain(good), good);
         }
+    }
+
+    #[test]
+    fn of_all_spaces_the_one_of_ascii_is_shown() {
+        let spaces: Vec<char> = ('\0'..=char::MAX).filter(|c| c.is_whitespace() && !is_tricky(*c)).collect();
+        assert_eq!(spaces, [' ']);
+    }
+
+    #[test]
+    fn what_is_listed_as_blank_would_be_shown_by_its_category() {
         let mut last = 0;
-        for (first, end) in INVISIBLE {
+        for (first, end) in BLANK {
             assert!(last < first && first <= end, "in order, without overlap: {first:x}");
             last = end;
+            let shown = |code: &u32| {
+                let c = char::from_u32(*code).unwrap();
+                let group = c.general_category_group();
+                !matches!(group, GeneralCategoryGroup::Other | GeneralCategoryGroup::Separator)
+            };
+            // Else the rule does without it; single places in a row of modifiers are not assigned.
+            assert!(shown(&first) && shown(&end), "{first:x}");
         }
     }
 }

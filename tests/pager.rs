@@ -576,3 +576,97 @@ fn three_thousand_pagers_made_and_dropped_leave_nothing_behind() {
     let out = play("cycles");
     assert_eq!(out.status.code(), Some(7), "{}", said(&out));
 }
+
+/// Takes mappings until the kernel gives no more, and gives some of them back.
+struct Crowd(Vec<usize>);
+
+impl Crowd {
+    fn new() -> Self {
+        // There may be no mapping left for it to grow.
+        let mut all = Vec::with_capacity(1 << 20);
+        loop {
+            // Neighbours of different kinds, so that the kernel does not join them.
+            let kind = if all.len() % 2 == 0 { libc::PROT_NONE } else { libc::PROT_READ };
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+            // SAFETY: the kernel chooses free addresses.
+            let at = unsafe { libc::mmap(std::ptr::null_mut(), 4096, kind, flags, -1, 0) };
+            if at == libc::MAP_FAILED {
+                return Crowd(all);
+            }
+            all.push(at as usize);
+        }
+    }
+
+    fn leave(&mut self, mappings: usize) {
+        let at = self.0.len() - mappings;
+        for page in self.0.split_off(at) {
+            // SAFETY: it was mapped here, and nothing refers to it.
+            unsafe { libc::munmap(page as *mut libc::c_void, 4096) };
+        }
+    }
+}
+
+impl Drop for Crowd {
+    fn drop(&mut self) {
+        self.leave(self.0.len());
+    }
+}
+
+const CROWDED: &str = "KVBROKER_TEST_CROWDED";
+
+#[test]
+fn at_the_limit_of_mappings_a_unit_is_hidden_in_all_planes_or_in_none() {
+    if std::env::var_os(CROWDED).is_none() {
+        // The limit is the process's: in one of its own, where no other test runs.
+        let name = "at_the_limit_of_mappings_a_unit_is_hidden_in_all_planes_or_in_none";
+        let mut command = Command::new(std::env::current_exe().unwrap());
+        let output = command.args(["--exact", name, "--nocapture"]).env(CROWDED, "1").output().unwrap();
+        assert!(output.status.success(), "{}", String::from_utf8_lossy(&output.stderr));
+        return;
+    }
+    let broker = broker(1);
+    let spill = PagerOptions { wait: Duration::ZERO, spill: 1 << 20, ..options() };
+    let p = pager_with(&broker, 4096, spill).unwrap();
+    let block = p.stats().block_bytes;
+    let (in_pool, in_spill) = (EXTENT as usize / block, (1 << 20) / block);
+    assert!(in_spill >= 3, "one has a neighbour on each side");
+    // Units of private memory that follow each other: in each plane they are one mapping.
+    let unit = in_pool + 1;
+    let at = |plane: usize, unit: usize| unit * p.unit_bytes(plane);
+    let fill = || {
+        for u in 0..in_pool + in_spill {
+            (0..2 * LAYERS).for_each(|plane| write(&p, plane, at(plane, u), 1 + (u % 200) as u8));
+        }
+    };
+    let parts = |unit: usize| -> Vec<_> {
+        let start = |plane: usize| p.plane(plane) as usize - p.base() as usize + at(plane, unit);
+        (0..2 * LAYERS).map(|plane| start(plane)..start(plane) + p.unit_bytes(plane)).collect()
+    };
+    let (mut refused, mut hidden) = (0, 0);
+    for left in 0..4 * LAYERS + 8 {
+        fill();
+        let parts = parts(unit);
+        let result = {
+            let mut crowd = Crowd::new();
+            crowd.leave(left);
+            p.trim(&parts).is_ok()
+        };
+        let seen: Vec<u8> = (0..2 * LAYERS).map(|plane| read(&p, plane, at(plane, unit))).collect();
+        let value = if result { 0 } else { 1 + (unit % 200) as u8 };
+        assert_eq!(seen, vec![value; 2 * LAYERS], "{left} mappings were left");
+        if result {
+            hidden += 1;
+        } else {
+            refused += 1;
+            // And it can be written in all of them, as before.
+            (0..2 * LAYERS).for_each(|plane| write(&p, plane, at(plane, unit), 9));
+        }
+        for neighbour in [unit - 1, unit + 1] {
+            let seen = read(&p, 0, at(0, neighbour));
+            assert_eq!(seen, 1 + (neighbour % 200) as u8, "a neighbour has lost its memory");
+        }
+    }
+    assert!(refused > 0 && hidden > 0, "{refused} refused, {hidden} hidden");
+    p.clear().unwrap();
+    assert_eq!((p.stats().units_held, p.stats().units_spilled), (0, 0));
+}

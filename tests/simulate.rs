@@ -5,7 +5,7 @@ use std::process::{Command, Output};
 
 use kvbroker::broker::Eviction;
 use kvbroker::simulate::{
-    Capacity, Options, OptionsError, Outcome, Request, TRACE_BLOCK, replay, shop_floor,
+    Capacity, MOST_TRACE, Options, OptionsError, Outcome, Request, TRACE_BLOCK, replay, shop_floor,
 };
 
 fn options(capacity: Capacity) -> Options {
@@ -212,6 +212,31 @@ fn the_tool_prints_a_table_and_json_and_names_a_bad_line() {
 }
 
 #[test]
+fn the_largest_replay_that_is_not_refused_takes_no_more_memory_than_the_help_says() {
+    // Prompts that have nothing in common: every block is filled, and some are evicted.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("large.jsonl");
+    let line = |n: u64| {
+        let ids: Vec<String> = (n * 4000..(n + 1) * 4000).map(|id| id.to_string()).collect();
+        let head = format!("\"timestamp\":{n},\"input_length\":{},\"output_length\":1", 4000 * 16);
+        format!("{{{head},\"hash_ids\":[{}]}}\n", ids.join(","))
+    };
+    std::fs::write(&path, (0..70).map(line).collect::<String>()).unwrap();
+    // Beside the longest trace.
+    let limit = (300 << 20) - MOST_TRACE;
+    let mut command = Command::new("prlimit");
+    command.arg(format!("--data={limit}")).arg(env!("CARGO_BIN_EXE_kvbctl")).arg("simulate").arg(&path);
+    command.args(["--trace-block", "16", "--pool-blocks", "262144", "--json"]);
+    let output = command.output().unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert!(output.status.success(), "{said}");
+    let outcome: serde_json::Value = serde_json::from_slice(&output.stdout).unwrap();
+    assert!(outcome["evictions"].as_u64().unwrap() > 0, "every block is in use: {outcome}");
+    let help = kvbctl(&["--help"]);
+    assert!(String::from_utf8(help.stdout).unwrap().contains("300 MiB"));
+}
+
+#[test]
 fn what_no_machine_could_replay_is_refused_in_words_and_takes_no_memory() {
     let trace = concat!(env!("CARGO_MANIFEST_DIR"), "/tests/data/trace.jsonl");
     // A machine of a kind that would not survive it: 1 GiB of addresses.
@@ -223,12 +248,12 @@ fn what_no_machine_could_replay_is_refused_in_words_and_takes_no_memory() {
     };
     let (code, said) = bounded(&[trace, "--pool", "8388607T"]);
     assert_eq!(code, Some(1), "{said}");
-    assert!(said.contains("at most 4194304 can be simulated"), "{said}");
+    assert!(said.contains("at most 262144 can be simulated"), "{said}");
     let (code, said) = bounded(&["--shop-floor", "1", "--pool", "8T"]);
-    assert_eq!((code, said.contains("at most 4194304")), (Some(1), true), "{said}");
-    for shifts in ["0", "1001", "18446744073709551615"] {
+    assert_eq!((code, said.contains("at most 262144")), (Some(1), true), "{said}");
+    for shifts in ["0", "101", "18446744073709551615"] {
         let (code, said) = bounded(&["--shop-floor", shifts]);
-        assert_eq!((code, said.contains("1..=1000")), (Some(2), true), "{said}");
+        assert_eq!((code, said.contains("1..=100")), (Some(2), true), "{said}");
     }
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("absurd.jsonl");

@@ -181,9 +181,15 @@ fn real_geometries_give_the_defined_answer_and_the_same_bits_paged_or_not() {
         (2, 2, 1),
         (7, 1, 17),
     ] {
+        if cfg!(miri) && head_dim > 20 {
+            continue;
+        }
         let shape = Shape::new(query_heads, kv_heads, head_dim);
         for element in Element::ALL {
             for (tokens, queries) in [(1, 1), (31, 1), (33, 33), (100, 1), (100, 3), (150, 70)] {
+                if cfg!(miri) && queries > 3 {
+                    continue;
+                }
                 check(&shape, element, 4, tokens, queries, 1);
             }
         }
@@ -191,6 +197,7 @@ fn real_geometries_give_the_defined_answer_and_the_same_bits_paged_or_not() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "hours: the other tests go through the same code")]
 fn a_long_sequence_is_summed_as_exactly_as_a_short_one() {
     check(&Shape::new(9, 3, 64), Element::F16, 4, 2048, 1, 2);
     check(&Shape::new(12, 2, 128), Element::F32, 4, 2048, 2, 3);
@@ -201,6 +208,9 @@ fn a_query_sees_no_more_than_its_window() {
     for window in [1, 2, 16, 31, 32, 33, 64, 1000] {
         let shape = Shape { window: Some(window), ..Shape::new(6, 2, 32) };
         for (tokens, queries) in [(1, 1), (100, 1), (100, 100), (129, 40)] {
+            if cfg!(miri) && queries > 1 {
+                continue;
+            }
             check(&shape, Element::F16, 3, tokens, queries, window as u64);
         }
     }
@@ -234,6 +244,7 @@ fn blocks_that_slid_out_of_the_window_may_be_given_back() {
 }
 
 #[test]
+#[cfg_attr(miri, ignore = "hours: the other tests go through the same code")]
 fn a_prompt_gives_the_same_bits_whole_in_pieces_or_token_by_token() {
     for shape in [Shape::new(9, 3, 64), Shape { window: Some(50), ..Shape::new(4, 4, 32) }] {
         let tokens = 140;
@@ -352,6 +363,7 @@ proptest! {
     #![proptest_config(ProptestConfig::with_cases(64))]
 
     #[test]
+    #[cfg_attr(miri, ignore = "hours: the other tests go through the same code")]
     fn any_geometry_gives_the_defined_answer(
         (kv_heads, group, head_dim) in (1usize..5, 1usize..10, 1usize..70),
         (shift, tokens, queries) in (0u32..7, 1usize..200, 1usize..60),

@@ -9,9 +9,11 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::time::{Duration, Instant};
 
+use super::waits::Lack;
 use super::{Broker, Refused, Reply};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, SessionId, Tenant};
 use crate::pool::{Block, Cut, Slot};
+use crate::seldom::seldom;
 use crate::wire::{self, Event, Fault, Verdict};
 
 /// What came of a request to be admitted.
@@ -101,8 +103,9 @@ impl Broker {
     /// Decides about a session that will need `blocks` more than its table has. `None`: when the worker is done.
     pub(super) fn decide(&mut self, id: SessionId, blocks: u32, evict: bool) -> Option<Decision> {
         let s = &self.state.sessions[&id];
-        let (tenant, priority, has) = (s.tenant, s.priority, self.in_pool(s) as u64);
+        let (client, tenant, priority, has) = (s.client, s.tenant, s.priority, self.in_pool(s) as u64);
         let (promised, cut) = (s.promised, self.state.formats[&s.format].cut);
+        let lack = Lack { tenant, format: cut.format, priority };
         let least = u64::from(blocks);
         let decision = |verdict, blocks| Some(Decision { verdict, blocks });
         if blocks == 0 {
@@ -116,10 +119,10 @@ impl Broker {
         }
         let (now, soon) = self.available(tenant, &cut, promised);
         if now >= least {
-            self.admit(id, blocks);
-            return decision(Verdict::Admitted, 0);
+            return self.admit_in_turn(id, blocks, lack);
         }
         if soon >= least {
+            self.waits.lack(client, lack);
             return None;
         }
         let lacking = least - soon;
@@ -129,23 +132,37 @@ impl Broker {
                 return decision(Verdict::AfterEviction, lacking);
             }
             // The blocks stay findable until they are really needed.
-            self.admit(id, blocks);
-            return decision(Verdict::Admitted, 0);
+            return self.admit_in_turn(id, blocks, lack);
         }
         let emptied = self.make_room(tenant, &cut, promised, least);
         let (now, soon) = self.available(tenant, &cut, promised);
         // Only then: an extent that leaves the tenant is on its way for a while, and what is there already suffices.
         emptied.into_iter().for_each(|extent| _ = self.state.pool.release_if_idle(extent));
         if now >= least {
-            self.admit(id, blocks);
-            return decision(Verdict::Admitted, 0);
+            return self.admit_in_turn(id, blocks, lack);
         }
         if soon >= least || self.reclaim(priority, tenant, &cut, promised, least) {
+            self.waits.lack(client, lack);
             return None;
         }
         let lacking = least - soon;
         let mine = self.held_by_sessions(tenant, cut.format, id);
         decision(if mine >= lacking { Verdict::WhenYoursFree } else { Verdict::Busy }, lacking)
+    }
+
+    /// Promises what is there, unless a request that is due could use it: then when that has been answered.
+    fn admit_in_turn(&mut self, id: SessionId, blocks: u32, lack: Lack) -> Option<Decision> {
+        let s = &self.state.sessions[&id];
+        let (client, own) = (s.client, s.promised);
+        if self.steps_aside(client, lack, own, blocks.into()) {
+            self.waits.lack(client, lack);
+            return None;
+        }
+        let before = self.promised_extents(lack.tenant, None);
+        self.admit(id, blocks);
+        let clean = self.promised_extents(lack.tenant, None) > before;
+        self.waits.overtake(client, lack.tenant, lack.format, clean);
+        Some(Decision { verdict: Verdict::Admitted, blocks: 0 })
     }
 
     fn admit(&mut self, id: SessionId, blocks: u32) {
@@ -250,7 +267,7 @@ impl Broker {
             client.lost.insert(id, kept);
         }
         self.check_windows(id);
-        log::info!("{id} of uid {} did not make room in time and has ended", session.tenant.0);
+        seldom!(info, "{id} of uid {} did not make room in time and has ended", session.tenant.0);
         let body = wire::Opened { session: id.number.into() };
         self.tell(session.client, Event::SessionLost, id.number, &body);
     }

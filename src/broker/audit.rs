@@ -122,8 +122,10 @@ impl Broker {
                 pool.quarantined()
             ));
         }
-        if tables::Tables::count(self.state.sessions.values()) != self.tables {
-            return Err("the count of table entries differs from the tables".into());
+        if tables::Tables::count(&self.state) != self.tables {
+            return Err(
+                "the count of table entries and of names of pins differs from the tables and the pins".into(),
+            );
         }
         self.check_loans()?;
         self.check_copies()?;

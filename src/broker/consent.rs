@@ -12,6 +12,7 @@ use std::time::{Duration, Instant};
 use super::Broker;
 use crate::id::{ClientId, ExtentId, Tenant};
 use crate::pool::Cut;
+use crate::seldom::seldom;
 use crate::wire::{self, Event};
 
 /// How long a client may take to give back an extent that is asked back.
@@ -39,7 +40,7 @@ impl Broker {
                 asked.rests_until = now + asked.rest;
                 asked.rest = (asked.rest * 2).min(LONGEST_REST);
                 self.state.pool.let_back(*extent);
-                log::info!("{extent} was asked back and nobody answered; it stays where it is");
+                seldom!(info, "{extent} was asked back and nobody answered; it stays where it is");
             }
         }
     }

@@ -12,6 +12,7 @@ use serde::{Deserialize, Serialize};
 use super::{Broker, Job};
 use crate::id::{BlockId, SessionId};
 use crate::pool::Block;
+use crate::seldom::seldom;
 use crate::wire::{self, Event};
 
 /// Bytes that the worker reads at a time.
@@ -161,7 +162,7 @@ impl Broker {
         let sum = match result {
             Ok(sum) => sum,
             Err(why) => {
-                log::warn!("{block} cannot be read for its checksum: {why}");
+                seldom!(warn, "{block} cannot be read for its checksum: {why}");
                 return self.end_reading(|report| report.unreadable += 1);
             }
         };
@@ -207,7 +208,8 @@ impl Broker {
         let number = |s: &super::Session| s.table.iter().position(|b| *b == block).map(|i| s.head + i as u32);
         let holders: Vec<(SessionId, u32)> =
             self.state.sessions.iter().filter_map(|(id, s)| Some((*id, number(s)?))).collect();
-        log::error!(
+        seldom!(
+            error,
             "{block} of uid {} is not what was sealed: it is dropped; {} sessions have it, {} pins are lifted",
             tenant.map_or(0, |t| t.0),
             holders.len(),

@@ -8,6 +8,7 @@
 
 use std::collections::{BTreeMap, BTreeSet};
 
+use super::waits::Lack;
 use super::{Answer, Broker, Refused, Reply};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
 use crate::pool::{Cut, Take, Taken};
@@ -56,7 +57,7 @@ impl Broker {
     }
 
     /// Extents that the tenant may still get, by its limit.
-    fn may_get(&self, tenant: Tenant) -> u32 {
+    pub(super) fn may_get(&self, tenant: Tenant) -> u32 {
         self.extent_limit(tenant).saturating_sub(self.charged_extents(tenant))
     }
 
@@ -127,6 +128,7 @@ impl Broker {
             return Err(Refused::new(Fault::OverLimit, text).numbers(least, room));
         }
         self.rest_unanswered();
+        let lack = Lack { tenant, format: cut.format, priority: want.priority };
         if self.available(tenant, &cut, own).1 < least {
             self.withdraw(tenant, &cut, own, least);
         }
@@ -141,12 +143,27 @@ impl Broker {
                     self.state.pool.release_if_idle(extent);
                 }
                 if soon >= least || self.reclaim(want.priority, tenant, &cut, own, least) {
+                    self.waits.lack(client, lack);
                     return Ok(Granted::Later);
                 }
                 return Err(self.busy(tenant, &cut, (least, now), at_limit));
             }
         }
+        if self.steps_aside(client, lack, own, least) {
+            emptied.into_iter().for_each(|extent| _ = self.state.pool.release_if_idle(extent));
+            if least == 0 {
+                // What is asked for ahead of need is nothing to wait for.
+                return Ok(Granted::Blocks(Vec::new()));
+            }
+            self.waits.lack(client, lack);
+            return Ok(Granted::Later);
+        }
+        let before = self.state.pool.extents_of(tenant);
         let taken = self.take(client, tenant, &cut, &want, room);
+        let clean = self.state.pool.extents_of(tenant) > before;
+        if !taken.is_empty() {
+            self.waits.overtake(client, tenant, cut.format, clean);
+        }
         emptied.into_iter().for_each(|extent| _ = self.state.pool.release_if_idle(extent));
         assert!(taken.len() as u64 >= least, "what was available has been taken");
         self.state.counters.granted += taken.len() as u64;

@@ -352,7 +352,8 @@ impl Broker {
         self.let_go_of_devices();
         self.tend_common();
         self.end_waiting_for_copies();
-        if std::mem::take(&mut self.stirred) {
+        // Whoever was due may have been answered, and others have waited for that.
+        while std::mem::take(&mut self.stirred) {
             self.retry();
         }
         self.shrink_cache();

@@ -21,7 +21,7 @@ pub struct Policy {
     pub sessions_per_connection: u32,
     /// Geometries that one connection may register.
     pub profiles_per_connection: u32,
-    /// Blocks that all tables and windows of one tenant may name; `None` for what follows from the pool.
+    /// Blocks that all tables, windows and pins of one tenant may name; `None` for what follows from the pool.
     pub table_blocks_per_tenant: Option<u64>,
     /// Windows of one session.
     pub windows_per_session: u32,

@@ -66,7 +66,9 @@ impl Broker {
     /// Notes who pinned a chain, or that nobody does any more.
     pub(super) fn set_pin(&mut self, chain: prefix::Digest, pin: Option<prefix::Pin>) -> Option<prefix::Pin> {
         self.common.stirred = true;
-        self.state.prefixes.set_pin(chain, pin)
+        let before = self.state.prefixes.set_pin(chain, pin.clone());
+        self.tables.change_pin(before.as_ref(), pin.as_ref());
+        before
     }
 
     pub(super) fn pin_label(&self, client: ClientId, id: SessionId) -> String {

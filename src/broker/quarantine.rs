@@ -18,6 +18,7 @@ use super::{Broker, Job};
 use crate::heap::{Buffer, HeapError, Held, Renewal};
 use crate::id::{ClientId, ExtentId, Tenant};
 use crate::pool::Use;
+use crate::seldom::seldom;
 
 /// A process that dies closes its connection before the last of its buffers: so long nothing is wrong.
 pub(super) const GRACE: Duration = Duration::from_millis(5);
@@ -223,7 +224,7 @@ impl Broker {
     fn gone(&mut self, extent: ExtentId) {
         if let Some(kept) = self.absent.kept.remove(&extent) {
             if kept.wait > GRACE {
-                log::info!("{extent} has come back out of quarantine");
+                seldom!(info, "{extent} has come back out of quarantine");
             }
         }
         self.state.last_granted.remove(&extent);
@@ -244,7 +245,10 @@ impl Broker {
                 Some(l) => format!("last granted to pid {} ({}), uid {}", l.pid, l.label, l.uid),
                 None => "nobody knows whose it was".into(),
             };
-            log::warn!("{extent} is in quarantine: {others} references to it are not the broker's; {whose}");
+            seldom!(
+                warn,
+                "{extent} is in quarantine: {others} references to it are not the broker's; {whose}"
+            );
             // Whoever waits for it is told that it does not come.
             self.retry();
         }

@@ -85,7 +85,7 @@ impl Broker {
         }
         broker.windows = super::window::Windows::recalled(&state.windows);
         broker.state = state;
-        broker.tables = Tables::count(broker.state.sessions.values());
+        broker.tables = Tables::count(&broker.state);
         // Before anything is done by it. What follows counts on it.
         broker.verify_state().map_err(RecordError::Contradiction)?;
         broker.forget_requests();

@@ -254,7 +254,7 @@ impl Broker {
             if let Some(Waiting::Extents(message)) = self.waiting.remove(&client) {
                 self.request(client, &message);
                 if !matches!(self.waiting.get(&client), Some(Waiting::Extents(_))) {
-                    self.waits.serve(client, tenant);
+                    self.stirred |= self.waits.serve(client, tenant);
                 }
             }
         }

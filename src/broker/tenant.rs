@@ -112,7 +112,7 @@ pub struct TenantReport {
     pub connections: u32,
     /// Sessions.
     pub sessions: u32,
-    /// Blocks that its tables and windows name, one counted as often as it is named.
+    /// Blocks that its tables, windows and pins name, one counted as often as it is named.
     #[serde(default)]
     pub table_blocks: u64,
     /// The most that they may name.

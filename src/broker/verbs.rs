@@ -13,8 +13,8 @@ use zerocopy::little_endian::U32;
 
 type Answered = Result<Answer, Refused>;
 
-/// Prefixes that a tenant may have pinned at one time. Each block knows the chains that it is pinned for, so nested chains
-/// cost the broker memory of its own, which `limits.pinned` does not count.
+/// Prefixes that a tenant may have pinned at one time: what each costs the broker beside the names of its blocks, which
+/// `limits.table-blocks` bounds, is small, and so is what looks at every pin.
 const PINS_OF_A_TENANT: usize = 64;
 
 fn done(reply: Reply) -> Answered {
@@ -517,6 +517,7 @@ impl Broker {
         let tokens = u64::from(blocks) * per_block;
         let (tenant, format, model, chain) = (s.tenant, s.format, s.model, names[names.len() - 1]);
         let (label, pid) = (self.pin_label(client, id), self.client(client).pid);
+        let named = self.state.prefixes.pins().find(|(c, _)| **c == chain).map_or(0, |(_, pin)| pin.blocks);
         if on {
             let new = names.iter().zip(&own).filter(|(_, b)| !b.place.extent.is_copy());
             let new = new.filter(|(n, _)| !self.state.prefixes.is_pinned(n)).count() as u64;
@@ -536,6 +537,8 @@ impl Broker {
                 );
                 return Err(Refused::new(Fault::OverLimit, text).numbers(pinned + bytes, most));
             }
+            let mine = own.iter().filter(|b| !b.place.extent.is_copy()).count();
+            self.may_name(tenant, mine.saturating_sub(named as usize), "pin fewer blocks")?;
         }
         let mut changed = 0;
         let mut parent = before;
@@ -552,8 +555,15 @@ impl Broker {
             parent = Some(*name);
             changed += u32::from(self.set_pinned(name, chain, on));
         }
-        let pin = prefix::Pin { tenant, pid, label, blocks: mine, tokens, model };
-        self.set_pin(chain, Some(pin).filter(|_| on && mine > 0));
+        if on {
+            // If it was pinned by a session with fewer copies of others', more of it is pinned than this session has.
+            let pin = prefix::Pin { tenant, pid, label, blocks: mine.max(named), tokens, model };
+            self.set_pin(chain, Some(pin).filter(|pin| pin.blocks > 0));
+        } else if mine < named {
+            self.lift_pin(&chain);
+        } else {
+            self.set_pin(chain, None);
+        }
         let mut reply = Reply::default();
         reply.body.put(&wire::Counted { blocks: changed.into(), duplicates: 0.into() });
         done(reply)

@@ -314,6 +314,60 @@ fn a_tenant_names_no_more_blocks_than_its_bound_and_is_told_what_helps() {
 }
 
 #[test]
+fn prompts_that_begin_alike_are_pinned_as_often_as_the_bound_on_names_allows_and_then_refused() {
+    let (broker, mut sessions, _client) = crowd(100, 0);
+    let named = |broker: &Embedded| broker.with(|b| b.blocks_named(crate::id::Tenant(7)));
+    broker.with(|b| b.policy.table_blocks_per_tenant = Some(390));
+    let session = &mut sessions[0];
+    session.seal(&(0..400).collect::<Vec<u32>>()).unwrap();
+    assert_eq!(session.pin(400).unwrap(), 100);
+    assert_eq!(named(&broker), 100 + 100, "a table and a pin");
+    // The same chain again names nothing more, a shorter one names each of its blocks once more.
+    session.pin(400).unwrap();
+    assert_eq!((session.pin(396).unwrap(), named(&broker)), (0, 299));
+    let pins = |b: &mut Broker| b.state.prefixes.clone();
+    let before = broker.with(pins);
+    let refused = session.pin(392).unwrap_err();
+    assert_eq!(refused.fault(), Some(Fault::OverLimit), "{refused}");
+    let text = refused.to_string();
+    for part in ["pins of uid 7 name 299", "98 more", "limit of 390", "limits.table-blocks", "unpin prefixes"]
+    {
+        assert!(text.contains(part), "{text}");
+    }
+    assert!(broker.with(pins) == before, "what is refused pins nothing");
+    // With one less there is room; a bound that is lower than what there is takes nothing away.
+    session.unpin(396).unwrap();
+    session.pin(392).unwrap();
+    broker.with(|b| b.policy.table_blocks_per_tenant = Some(10));
+    session.pin(392).unwrap();
+    session.unpin(400).unwrap();
+    session.unpin(392).unwrap();
+    assert_eq!(named(&broker), 100);
+    broker.with(|b| b.verify().unwrap());
+    drop(sessions);
+}
+
+#[test]
+fn a_pin_is_counted_again_when_the_state_is_read_back() {
+    let (broker, mut sessions, _client) = crowd(20, 0);
+    sessions[0].seal(&(0..80).collect::<Vec<u32>>()).unwrap();
+    sessions[0].pin(80).unwrap();
+    broker.with(|b| {
+        let recorded = b.record();
+        let again: super::State = postcard::from_bytes(&recorded[52..]).unwrap();
+        assert_eq!(super::tables::Tables::count(&again), b.tables);
+        assert_eq!(b.tables.of(crate::id::Tenant(7)), 40);
+        // A count that is wrong is found.
+        let pin = b.state.prefixes.pins().next().unwrap().1.clone();
+        b.tables.change_pin(Some(&pin), None);
+        assert!(b.verify().unwrap_err().contains("names of pins"));
+        b.tables.change_pin(None, Some(&pin));
+        b.verify().unwrap();
+    });
+    drop(sessions);
+}
+
+#[test]
 fn books_that_do_not_add_up_stop_grants_and_nothing_else() {
     let mut world = World::new();
     world.broker.with(|b| {

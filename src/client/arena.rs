@@ -206,6 +206,30 @@ pub(super) unsafe fn map_zero(at: Option<*mut u8>, bytes: usize, replace: bool) 
     Ok(got)
 }
 
+/// Makes `at..at + bytes` mappings of their own, which lie in larger ones perhaps: what is mapped over the range afterwards
+/// splits nothing, and so needs none of the process's mappings (vm.max_map_count) beyond those that there are then. What is
+/// there is not changed: what tells it from its neighbours is advice on reading ahead, which memory has no use for. On an
+/// error nothing is different for whoever uses the range.
+///
+/// # Safety
+/// The range is the caller's.
+pub(super) unsafe fn set_apart(at: *mut u8, bytes: usize) -> io::Result<()> {
+    // SAFETY: passed on to the caller; advice changes no byte.
+    match unsafe { libc::madvise(at.cast(), bytes, libc::MADV_RANDOM) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Undoes [`set_apart`]: the kernel may join the range with its neighbours again.
+///
+/// # Safety
+/// The range is the caller's.
+pub(super) unsafe fn join_again(at: *mut u8, bytes: usize) {
+    // SAFETY: passed on to the caller; advice changes no byte.
+    unsafe { libc::madvise(at.cast(), bytes, libc::MADV_NORMAL) };
+}
+
 /// Private memory, zero until written, in place of what is at `at`: what a pager falls back to.
 ///
 /// # Safety

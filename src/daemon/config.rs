@@ -525,6 +525,11 @@ impl Config {
         Some(path.display().to_string())
     }
 
+    /// Whether a tenant is named: then it is one whatever user namespace it comes from.
+    pub fn names(&self, uid: u32) -> bool {
+        self.tenants.contains_key(&Tenant(uid))
+    }
+
     /// The limits of tenants as they are written; without uid the one for all.
     pub(super) fn tenant_limits(&self) -> impl Iterator<Item = (Option<u32>, Size)> + '_ {
         let each = self.tenants.iter().filter_map(|(tenant, t)| Some((Some(tenant.0), t.limit?)));

@@ -12,6 +12,7 @@ use std::time::Instant;
 use nix::sys::epoll::EpollFlags;
 
 use crate::broker::{Descriptor, Output};
+use crate::seldom::seldom;
 use crate::seqpacket::SeqPacket;
 
 /// Messages that may wait for a client beside those that ask for extents, before it is dropped.
@@ -115,7 +116,7 @@ impl Connection {
                     return Flushed::Crowded;
                 }
                 Err(e) => {
-                    log::error!("a read-only copy could not be opened for uid {}: {e}", self.uid);
+                    seldom!(error, "a read-only copy could not be opened for uid {}: {e}", self.uid);
                     return Flushed::End;
                 }
             };
@@ -153,5 +154,38 @@ pub(super) fn has_unread(socket: &SeqPacket) -> bool {
 impl AsFd for Connection {
     fn as_fd(&self) -> BorrowedFd<'_> {
         self.socket.as_fd()
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::time::Duration;
+
+    use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+
+    use super::*;
+    use crate::id::ClientId;
+
+    #[test]
+    fn a_client_that_does_not_read_may_be_owed_a_word_about_every_extent_beside_256_others_and_no_more() {
+        let (kind, flags) = (SockType::SeqPacket, SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK);
+        let (ours, theirs) = socketpair(AddressFamily::Unix, kind, None, flags).unwrap();
+        let by = Instant::now() + Duration::from_secs(60);
+        let mut connection = Connection::new(SeqPacket::from(ours), None, 7, by);
+        let message = || {
+            let message = Vec::with_capacity(4096);
+            Output { to: ClientId(1), message, buffers: vec![], descriptors: vec![], last: false }
+        };
+        let extents = 1000;
+        for n in 1..=256 + extents {
+            assert!(connection.queue(message(), extents), "message {n}");
+        }
+        // Long queues are kept small: the room for a large answer is not kept for each word.
+        let kept: usize = connection.queue.iter().map(|o| o.message.capacity()).sum();
+        assert!(kept < 64 << 10, "{kept} bytes of room");
+        assert!(!connection.queue(message(), extents));
+        // With a small pool it is a small number.
+        assert!(!connection.queue(message(), 8));
+        drop(theirs);
     }
 }

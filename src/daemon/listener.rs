@@ -19,6 +19,7 @@ use nix::sys::stat::{Mode, umask};
 use thiserror::Error;
 
 use super::check::directory_of;
+use crate::seldom::seldom;
 
 /// How often a socket that is in the way is tried before a broker is believed to live behind it.
 const PROBES: u32 = 10;
@@ -117,7 +118,10 @@ impl Listener {
                     if !hung_up {
                         return Err(e.into());
                     }
-                    log::warn!("a connection was refused: the daemon may open no more files (LimitNOFILE)");
+                    seldom!(
+                        warn,
+                        "a connection was refused: the daemon may open no more files (LimitNOFILE)"
+                    );
                     return Ok(None);
                 }
                 Err(e) => return Err(e.into()),

@@ -10,6 +10,7 @@ mod config;
 mod connection;
 mod listener;
 mod metrics;
+mod namespace;
 mod observe;
 mod pressure;
 mod server;

@@ -19,12 +19,14 @@ use nix::sys::signalfd::SignalFd;
 use super::admin::Operator;
 use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
+use super::namespace::Namespace;
 use super::pressure::{Needs, News, Pressure};
 use super::turns::{self, Ready};
 use super::watch::Watch;
 use super::worker::Worker;
 use crate::broker::Broker;
 use crate::id::ClientId;
+use crate::seldom::seldom;
 use crate::seqpacket::SeqPacket;
 use crate::wire::MAX_MESSAGE;
 
@@ -123,6 +125,7 @@ pub(super) struct Server {
     /// Something has happened to a tombstone.
     stirred: bool,
     limits: Limits,
+    namespace: Namespace,
     /// Connections on which nobody has said hello yet, by the end of their patience.
     silent: BTreeSet<(Instant, ClientId)>,
     /// Counts the turns of the loop.
@@ -131,9 +134,6 @@ pub(super) struct Server {
     recheck_at: Option<Instant>,
     /// Connections whose messages the kernel had no room for.
     crowded: BTreeSet<ClientId>,
-    /// Connections refused since that was logged last, and when that was.
-    refused: u64,
-    refused_logged: Option<Instant>,
     /// Listeners that are left alone until then.
     paused_until: Option<Instant>,
     watchdog: Option<Duration>,
@@ -180,12 +180,11 @@ impl Server {
             most_in_flight: most_in_flight(),
             stirred: false,
             limits,
+            namespace: Namespace::of_this_process(),
             silent: BTreeSet::new(),
             turn: 0,
             recheck_at: None,
             crowded: BTreeSet::new(),
-            refused: 0,
-            refused_logged: None,
             paused_until: None,
             watchdog,
             unchecked: false,
@@ -354,7 +353,8 @@ impl Server {
         match connection.socket.recv(&mut self.buffer) {
             Ok(r) if r.bytes == 0 => self.end(id),
             Ok(r) if !r.fds.is_empty() || r.fds_lost => {
-                log::warn!(
+                seldom!(
+                    warn,
                     "client {} (uid {}): sent descriptors, which no request carries",
                     id.0,
                     connection.uid
@@ -392,7 +392,7 @@ impl Server {
                 if connection.queue(output, extents) {
                     to.insert(id);
                 } else {
-                    log::warn!("client {} (uid {}) does not read: dropped", id.0, connection.uid);
+                    seldom!(warn, "client {} (uid {}) does not read: dropped", id.0, connection.uid);
                     self.end(id);
                 }
             }
@@ -462,7 +462,7 @@ impl Server {
         connection.listening = flags;
         let mut event = EpollEvent::new(flags, Token::Client(id).pack());
         if let Err(e) = self.epoll.modify(&*connection, &mut event) {
-            log::warn!("client {}: {e}", id.0);
+            seldom!(warn, "client {}: {e}", id.0);
             self.end(id);
         }
     }

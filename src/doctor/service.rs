@@ -278,6 +278,34 @@ fn sockets(board: &Board, found: &mut Findings) {
 
 /// Processes that have mapped the pool, or the runtimes of NPUs: by the names of what they map. Another user's maps can
 /// only be read by root.
+/// Whether the daemon turns engines away because of their user namespace.
+fn namespaces(board: &Board, engines: &[(String, u32, Option<u64>)], found: &mut Findings) {
+    let map = |pid: String| board.tree.text(&format!("/proc/{pid}/uid_map"));
+    // Where none runs, it would run in the namespace of whoever starts it: most likely this one.
+    let Some(own) = map(board.pid.map_or_else(|| "self".into(), |pid| pid.to_string())) else { return };
+    let named =
+        |uid: &Option<u64>| uid.and_then(|u| u.try_into().ok()).is_some_and(|u| board.config.names(u));
+    let strange = |(_, pid, uid): &&(String, u32, Option<u64>)| {
+        map(pid.to_string()).is_some_and(|map| map != own) && !named(uid)
+    };
+    let strangers: Vec<String> = engines
+        .iter()
+        .filter(strange)
+        .map(|(comm, pid, uid)| format!("{comm} ({pid}, uid {})", uid.unwrap_or_default()))
+        .collect();
+    if !strangers.is_empty() {
+        found.warn(
+            "service",
+            "user-namespaces",
+            format!(
+                "not served, since they are in another user namespace than the daemon and not named: {}",
+                strangers.join(", ")
+            ),
+            "name each uid in the configuration: [[tenant]] with uid = ...; see \"An engine in a container\" in docs/operations.md",
+        );
+    }
+}
+
 fn engines(board: &Board, found: &mut Findings) {
     let (area, item) = ("service", "engines");
     const MAPPED: [&str; 5] =
@@ -294,6 +322,7 @@ fn engines(board: &Board, found: &mut Findings) {
             engines.push((comm, pid, uid));
         }
     }
+    namespaces(board, &engines, found);
     let root: Vec<String> = engines
         .iter()
         .filter(|(.., uid)| *uid == Some(0))

@@ -238,6 +238,18 @@ fn every_warning_and_failure_carries_what_to_do() {
 }
 
 #[test]
+fn an_engine_in_a_user_namespace_of_its_own_is_told_to_be_named_and_is_fine_once_it_is() {
+    const WHOLE: &str = "         0          0 4294967295\n";
+    let elsewhere = [("proc/412/uid_map", WHOLE), ("proc/600/uid_map", "         0     100000      65536\n")];
+    let report = changed("healthy", &elsewhere);
+    expect(&report, "service.user-namespaces", Level::Warn, "(600, uid 1000)", "[[tenant]]");
+    let not_looked_at = |report: &Report| report.items.iter().all(|i| i.item != "user-namespaces");
+    let name = [("etc/kvbroker/kvbroker.toml.d/tenant.toml", "[[tenant]]\nuid = 1000\n")];
+    assert!(not_looked_at(&changed("healthy", &[&elsewhere[..], &name].concat())));
+    assert!(not_looked_at(&changed("healthy", &[("proc/412/uid_map", WHOLE), ("proc/600/uid_map", WHOLE)])));
+}
+
+#[test]
 fn a_root_that_is_not_there_is_an_error_and_no_board() {
     assert!(examine(Path::new("/nowhere"), None).is_err());
 }

@@ -17,8 +17,11 @@ pub use replay::replay;
 pub use shop_floor::{SHOP_FLOOR_BLOCK, shop_floor};
 pub use trace::{Request, TRACE_BLOCK, TraceError, read, write};
 
-/// The most blocks of a pool, and of a request. A simulated block takes some hundred bytes of real memory.
-pub const MOST_BLOCKS: u64 = 1 << 22;
+/// The most blocks of a pool, and of a request. A simulated block takes 310 bytes of real memory, and another 900 when
+/// it is in use (measured): with the trace ([`MOST_TRACE`]) a replay takes 300 MiB at most.
+pub const MOST_BLOCKS: u64 = 1 << 18;
+/// The most bytes that the requests of a trace may take in memory: 8 for each block of each prompt.
+pub const MOST_TRACE: usize = 64 << 20;
 
 /// How much there is.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

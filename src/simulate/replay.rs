@@ -6,7 +6,8 @@
 //! does not change by that.
 
 use std::cmp::Reverse;
-use std::collections::{BTreeMap, BinaryHeap, VecDeque};
+use std::collections::{BTreeMap, BinaryHeap, HashSet, VecDeque};
+use std::hash::{DefaultHasher, Hash, Hasher};
 use std::sync::Arc;
 
 use super::{Capacity, MOST_BLOCKS, Options, OptionsError, Outcome, Request};
@@ -85,13 +86,7 @@ impl<'a> Replay<'a> {
         let (extents, slots) = match o.capacity {
             Capacity::Blocks(blocks) => (blocks, 1),
             Capacity::Extents { extents, slots } => (extents, slots),
-            Capacity::Unlimited => {
-                // All that could ever be there at once: every prompt's blocks and every answer's.
-                let tokens = |r: &Request| r.input_length.saturating_add(r.output_length);
-                let of = |r: &Request| tokens(r) / u64::from(o.tokens_per_block) + 1;
-                let all = trace.iter().map(of).fold(0, u64::saturating_add);
-                (u32::try_from(all).unwrap_or(u32::MAX), 1)
-            }
+            Capacity::Unlimited => (u32::try_from(most_at_once(trace, o)).unwrap_or(u32::MAX), 1),
         };
         let all = u64::from(extents) * u64::from(slots);
         if all > MOST_BLOCKS {
@@ -434,6 +429,34 @@ impl<'a> Replay<'a> {
         }
         self.close(live.client, live.session);
     }
+}
+
+/// Blocks that could ever be there at once.
+fn most_at_once(trace: &[Request], o: &Options) -> u64 {
+    let per_block = u64::from(o.tokens_per_block);
+    if o.speed.is_some() {
+        // Every prompt's blocks and every answer's.
+        let tokens = |r: &Request| r.input_length.saturating_add(r.output_length);
+        return trace.iter().map(|r| tokens(r) / per_block + 1).fold(0, u64::saturating_add);
+    }
+    // One request at a time: its own blocks, and those that are different by what comes before them, for each tenant.
+    let (mut different, mut longest) = (HashSet::new(), 0);
+    for (number, r) in trace.iter().enumerate() {
+        let mut before = (number as u64) % u64::from(o.tenants);
+        for id in &r.hash_ids {
+            let mut hash = DefaultHasher::new();
+            (before, id).hash(&mut hash);
+            before = hash.finish();
+            different.insert(before);
+        }
+        longest = longest.max(r.input_length / per_block + 1);
+        if different.len() as u64 > MOST_BLOCKS {
+            // Refused already.
+            break;
+        }
+    }
+    let parts = u64::from(o.trace_block / o.tokens_per_block);
+    (different.len() as u64).saturating_mul(parts).saturating_add(longest)
 }
 
 /// A geometry with blocks of `bytes`, one token in each.

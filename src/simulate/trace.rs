@@ -12,6 +12,7 @@ use std::io::{self, BufRead, Read, Write};
 use serde::{Deserialize, Serialize};
 use thiserror::Error;
 
+use super::MOST_TRACE;
 use crate::quote::shown;
 
 /// Tokens that one id of a published trace stands for.
@@ -53,15 +54,19 @@ pub enum TraceError {
     Long { line: u64 },
     #[error("line {line}: {what} = {value}: a request has at most {most}")]
     Large { line: u64, what: &'static str, value: u64, most: u64 },
+    #[error(
+        "line {line}: the requests so far take {MOST_TRACE} bytes, as many as can be held; cut the trace into pieces"
+    )]
+    Held { line: u64 },
     #[error("the trace is empty")]
     Empty,
 }
 
-/// Reads a trace whose ids stand for `block` tokens each. Takes no more memory than the file has bytes, times a small
-/// number, and for a line never more than for the longest one.
+/// Reads a trace whose ids stand for `block` tokens each. Takes no more memory than [`MOST_TRACE`] and what the longest
+/// line takes.
 pub fn read(mut from: impl BufRead, block: u32) -> Result<Vec<Request>, TraceError> {
     let mut requests: Vec<Request> = Vec::new();
-    let mut text = Vec::new();
+    let (mut text, mut held) = (Vec::new(), 0);
     for line in 1.. {
         text.clear();
         let read = from.by_ref().take(MOST_LINE + 1).read_until(b'\n', &mut text);
@@ -74,7 +79,8 @@ pub fn read(mut from: impl BufRead, block: u32) -> Result<Vec<Request>, TraceErr
         if text.trim_ascii().is_empty() {
             continue;
         }
-        let r: Request = serde_json::from_slice(&text).map_err(|source| TraceError::Json { line, source })?;
+        let mut r: Request =
+            serde_json::from_slice(&text).map_err(|source| TraceError::Json { line, source })?;
         for (what, value, most) in [
             ("timestamp", r.timestamp, MOST_TIME),
             ("input_length", r.input_length, MOST_TOKENS),
@@ -91,6 +97,11 @@ pub fn read(mut from: impl BufRead, block: u32) -> Result<Vec<Request>, TraceErr
         let before = requests.last().map_or(0, |r| r.timestamp);
         if r.timestamp < before {
             return Err(TraceError::Time { line, before, after: r.timestamp });
+        }
+        r.hash_ids.shrink_to_fit();
+        held += size_of::<Request>() + r.hash_ids.len() * size_of::<u64>();
+        if held > MOST_TRACE {
+            return Err(TraceError::Held { line });
         }
         requests.push(r);
     }
@@ -153,6 +164,31 @@ mod tests {
             lines(&good.replace("[1, 2]", "[1]")).unwrap()[0].hash_ids,
             [1],
             "a partial block needs no id"
+        );
+    }
+
+    /// The same line for ever.
+    struct Repeated<'a>(&'a [u8], usize);
+
+    impl Read for Repeated<'_> {
+        fn read(&mut self, out: &mut [u8]) -> io::Result<usize> {
+            let read = (&self.0[self.1..]).read(out)?;
+            self.1 = (self.1 + read) % self.0.len();
+            Ok(read)
+        }
+    }
+
+    #[test]
+    fn a_trace_of_more_than_can_be_held_is_refused_by_the_line_at_which_it_is() {
+        let ids = vec!["7"; 20_000].join(",");
+        let line = format!(
+            "{{\"timestamp\": 5, \"input_length\": 10240000, \"output_length\": 1, \"hash_ids\": [{ids}]}}\n"
+        );
+        let said = read(io::BufReader::new(Repeated(line.as_bytes(), 0)), TRACE_BLOCK).unwrap_err();
+        let fit = MOST_TRACE / (size_of::<Request>() + 20_000 * 8);
+        assert!(
+            said.to_string().starts_with(&format!("line {}: the requests so far take", fit + 1)),
+            "{said}"
         );
     }
 

@@ -493,7 +493,7 @@ fn one_who_forks_without_end_is_refused_with_numbers_and_others_fork_on() {
 #[test]
 fn nested_prefixes_are_pinned_up_to_a_number_whatever_their_size() {
     const MOST: u32 = 64;
-    let config = format!("{CONFIG}\n[limits]\npinned = \"1M\"\n");
+    let config = format!("{CONFIG}\n[limits]\npinned = \"1M\"\ntable-blocks = 4096\n");
     let mut daemon = Place::new(&config).start();
     let mut mine = Party::new(&daemon);
     let small = Profile::uniform("pages", "f16", 1, 512, 512, 4).unwrap();

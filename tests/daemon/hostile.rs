@@ -383,3 +383,39 @@ fn operators_that_are_silent_slow_or_confused_keep_no_other_from_an_answer() {
     until("all are gone", || daemon.fds() <= fds);
     daemon.lives();
 }
+
+/// Lines of the log that say this, and how many the daemon may have written since `start`: one a second from each place.
+fn said_at_most(daemon: &Daemon, words: &str, start: std::time::Instant) -> (usize, usize) {
+    let lines = daemon.place.log().lines().filter(|l| l.contains(words)).count();
+    (lines, 1 + start.elapsed().as_secs() as usize)
+}
+
+#[test]
+fn whoever_is_refused_or_breaks_the_protocol_without_end_does_not_fill_the_log() {
+    let config = format!("{CONFIG}\n[limits]\nconnections-per-tenant = 2\n");
+    let mut daemon = Place::new(&config).start();
+    let start = std::time::Instant::now();
+    let (mut one, _other) = (daemon.raw(), daemon.raw());
+    assert_eq!(one.hello().fault, None);
+    for _ in 0..500 {
+        let refused = daemon.raw().receive().expect("a word before the end");
+        assert_eq!(refused.fault, Some(Fault::OverLimit));
+    }
+    let (lines, most) = said_at_most(&daemon, "a connection was refused", start);
+    assert!((1..=most).contains(&lines), "500 refused, {lines} lines, at most {most}");
+    // One that sends descriptors is dropped for it, and comes again.
+    drop(one);
+    let null = open_null();
+    let mut dropped = 0;
+    while dropped < 200 {
+        let mut raw = daemon.raw();
+        if raw.socket.send(&hello(wire::MAGIC, wire::VERSION), &[null.as_fd()]).is_ok()
+            && raw.receive().is_none()
+        {
+            dropped += 1;
+        }
+    }
+    let (lines, most) = said_at_most(&daemon, "sent descriptors", start);
+    assert!(lines <= most, "{dropped} dropped, {lines} lines, at most {most}");
+    daemon.lives();
+}

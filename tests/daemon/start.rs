@@ -347,3 +347,26 @@ fn a_user_connects_only_where_the_sockets_mode_lets_him() {
         .unwrap();
     assert!(!status.success());
 }
+
+#[test]
+fn a_start_that_could_serve_nobody_is_refused_with_what_to_raise_or_make_smaller() {
+    let place = Place::new(CONFIG);
+    let mut command = place.command();
+    // 48 of the daemon's own, 8 extents, and one: a connection takes two.
+    // SAFETY: setrlimit may be called between fork and exec.
+    unsafe {
+        command.pre_exec(|| {
+            let limit = libc::rlimit { rlim_cur: 57, rlim_max: 57 };
+            match libc::setrlimit(libc::RLIMIT_NOFILE, &limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        })
+    };
+    let status = command.status().unwrap();
+    assert_eq!(status.code(), Some(1), "{}", place.log());
+    let said = place.log();
+    for part in ["may open 57 files", "leaves none for connections", "raise LimitNOFILE", "extents larger"] {
+        assert!(said.contains(part), "{said}");
+    }
+}

@@ -385,6 +385,69 @@ impl Drop for Helper {
     }
 }
 
+/// A process that has connected from a user namespace of its own, as one of a user's subordinate uids, and waits for its end.
+pub struct Subordinate {
+    pid: Pid,
+    pub raw: Raw,
+}
+
+impl Subordinate {
+    /// What an ordinary user does with newuidmap(1): user 4001 with the subordinate uids 100000 to 100999, of which the
+    /// process takes the one that is `inside` there (0 is the user itself, 1 is 100000).
+    pub fn connect(path: &Path, inside: u32) -> Self {
+        let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None).unwrap();
+        let limit = nix::sys::time::TimeVal::new(20, 0);
+        nix::sys::socket::setsockopt(&fd, nix::sys::socket::sockopt::ReceiveTimeout, &limit).unwrap();
+        let address = UnixAddr::new(path).unwrap();
+        let [(mapped, map), (done, told)] = [(); 2].map(|()| nix::unistd::pipe().unwrap());
+        let wait = |fd: i32| {
+            let mut byte = 0_u8;
+            // SAFETY: the byte is this frame's, and read may be called after fork.
+            (unsafe { libc::read(fd, (&raw mut byte).cast(), 1) } == 1).then_some(())
+        };
+        // SAFETY: the child makes nothing but system calls, all of which may be called after fork, and ends by _exit.
+        let child = unsafe { nix::unistd::fork() }.unwrap();
+        let nix::unistd::ForkResult::Parent { child: pid } = child else {
+            // SAFETY: as above; the path and the byte outlive the calls.
+            unsafe {
+                let done = libc::setgroups(0, std::ptr::null()) == 0
+                    && libc::setresgid(4001, 4001, 4001) == 0
+                    && libc::setresuid(4001, 4001, 4001) == 0
+                    && libc::unshare(libc::CLONE_NEWUSER) == 0
+                    && libc::write(told.as_raw_fd(), [1_u8].as_ptr().cast(), 1) == 1
+                    && wait(mapped.as_raw_fd()).is_some()
+                    && libc::setresuid(inside, inside, inside) == 0
+                    && connect(fd.as_raw_fd(), &address).is_ok()
+                    && libc::write(told.as_raw_fd(), [2_u8].as_ptr().cast(), 1) == 1;
+                if done {
+                    libc::pause();
+                }
+                libc::_exit(i32::from(!done));
+            }
+        };
+        drop(told);
+        wait(done.as_raw_fd()).expect("user namespaces are allowed here (kernel.unprivileged_userns_clone)");
+        for kind in ["uid_map", "gid_map"] {
+            std::fs::write(format!("/proc/{pid}/{kind}"), "0 4001 1\n1 100000 1000\n").unwrap();
+        }
+        nix::unistd::write(&map, &[1]).unwrap();
+        wait(done.as_raw_fd()).expect("it connects");
+        Subordinate { pid, raw: Raw { socket: fd.into(), number: 0 } }
+    }
+
+    /// Its process ends; the connection is open still.
+    pub fn end(&self) {
+        let _ = kill(self.pid, Signal::SIGKILL);
+        let _ = nix::sys::wait::waitpid(self.pid, None);
+    }
+}
+
+impl Drop for Subordinate {
+    fn drop(&mut self) {
+        self.end();
+    }
+}
+
 pub fn open_null() -> OwnedFd {
     std::fs::File::open("/dev/null").unwrap().into()
 }

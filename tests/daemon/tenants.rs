@@ -1,6 +1,6 @@
 //! What tenants get, and what they never see of each other.
 
-use crate::support::{BLOCK, CONFIG, Daemon, EXTENT, Helper, POOL, Place, until};
+use crate::support::{BLOCK, CONFIG, Daemon, EXTENT, Helper, POOL, Place, Raw, Subordinate, until};
 
 const A: u32 = 4001;
 const B: u32 = 4002;
@@ -138,4 +138,52 @@ fn an_extent_is_the_unit_that_a_tenant_owns() {
     assert_eq!((used, daemon.account("stranded")), (BLOCK, EXTENT - BLOCK));
     drop(a);
     until("it is back", || daemon.account("free") == POOL);
+}
+
+/// What somebody is told who is not served.
+fn turned_away(raw: &mut Raw) -> String {
+    let told = raw.receive().expect("a word before the end");
+    assert_eq!((told.number, told.fault), (0, Some(kvbroker::wire::Fault::BadRequest)));
+    assert!(raw.receive().is_none(), "and then the end");
+    String::from_utf8(told.body[16..].to_vec()).unwrap()
+}
+
+#[test]
+fn whoever_has_subordinate_uids_is_no_tenant_under_them_unless_the_configuration_says_so() {
+    let config = format!("{CONFIG}\n[[tenant]]\nuid = 100004\nlimit = \"256K\"\n");
+    let mut daemon = Place::new(&config).start();
+    for inside in [1, 2] {
+        let mut one = Subordinate::connect(&daemon.place.socket(), inside);
+        let why = turned_away(&mut one.raw);
+        let uid = format!("uid {}", 100_000 + inside - 1);
+        assert!(
+            why.contains(&uid) && why.contains("another user namespace") && why.contains("[[tenant]]"),
+            "{why}"
+        );
+    }
+    // Also under its own uid: from there it can be anybody of those.
+    let why = turned_away(&mut Subordinate::connect(&daemon.place.socket(), 0).raw);
+    assert!(why.contains("uid 4001") && why.contains("another user namespace"), "{why}");
+    // The user itself is a tenant, and so is who is named.
+    daemon.helper(4001).must("open");
+    let mut named = Subordinate::connect(&daemon.place.socket(), 5);
+    named.raw.greet();
+    let limits = daemon.admin("limits");
+    let tenants = limits["tenants"].as_array().unwrap();
+    let connected = |uid: u64| tenants.iter().any(|t| t["uid"] == uid && t["connections"] == 1);
+    assert!(connected(100_004) && !tenants.iter().any(|t| t["uid"] == 100_000), "{limits}");
+    daemon.lives();
+}
+
+#[test]
+fn whoever_has_ended_before_the_daemon_has_looked_is_not_served_and_whoever_has_the_socket_learns_why() {
+    let daemon = Daemon::new();
+    let pid = nix::unistd::Pid::from_raw(daemon.pid() as i32);
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGSTOP).unwrap();
+    let mut one = Subordinate::connect(&daemon.place.socket(), 1);
+    one.end();
+    nix::sys::signal::kill(pid, nix::sys::signal::Signal::SIGCONT).unwrap();
+    let why = turned_away(&mut one.raw);
+    assert!(why.contains("uid 100000") && why.contains("has ended"), "{why}");
+    assert_eq!(daemon.clients(), 0);
 }

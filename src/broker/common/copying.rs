@@ -13,6 +13,7 @@ use crate::broker::prefix::chains::digits;
 use crate::broker::{Broker, Job};
 use crate::heap::ReadOnlyCopy;
 use crate::id::{BlockId, ExtentId, Tenant};
+use crate::seldom::seldom;
 
 /// Pins what is being copied. No chain has this name: nobody knows what hashes to it.
 pub(super) const COPYING: Digest = [1; 32];
@@ -169,7 +170,13 @@ impl Broker {
         if self.readers_of(&pin) != readers {
             return;
         }
-        log::info!("{} blocks of uid {} are common to {} tenants", names.len(), pin.tenant.0, readers.len());
+        seldom!(
+            info,
+            "{} blocks of uid {} are common to {} tenants",
+            names.len(),
+            pin.tenant.0,
+            readers.len()
+        );
         for (copy, names) in made.into_iter().zip(names.chunks(slots)) {
             let common = &mut self.state.common;
             let extent = ExtentId::of_copy(common.next);
@@ -187,7 +194,7 @@ impl Broker {
     fn refuse_copy(&mut self, chain: Digest, why: String) {
         if self.common.said.get(&chain) != Some(&why) {
             let name = digits(&chain);
-            log::warn!("chain {name} is not common to the tenants that prefix.common names: {why}");
+            seldom!(warn, "chain {name} is not common to the tenants that prefix.common names: {why}");
         }
         self.common.refused.insert(chain, why);
         self.stirred = true;

@@ -12,6 +12,7 @@ use crate::broker::Broker;
 use crate::broker::prefix::Digest;
 use crate::broker::quarantine::{FIRST, GRACE, LONGEST};
 use crate::id::{ClientId, ExtentId, Tenant};
+use crate::seldom::seldom;
 
 /// A retired copy that all its holders have given back, as they say, and that somebody has open still.
 #[derive(Debug)]
@@ -66,7 +67,8 @@ impl Broker {
             (e.donor.0, e.readers.iter().map(|t| t.0.to_string()).collect::<Vec<_>>().join(", "));
         let why = error
             .map_or("somebody has it open still".into(), |e| format!("who has it open cannot be told: {e}"));
-        log::warn!(
+        seldom!(
+            warn,
             "{extent}, a copy of a prompt of uid {donor} for uid {readers}, has been given back by all, and {why}; it counts \
              against the part of uid {donor} until it is closed"
         );

@@ -168,6 +168,9 @@ impl Broker {
                 "it does not fit: {bytes} more would be pinned, this tenant has {pinned} pinned and its limit is {most} (limits.pinned)"
             ));
         }
+        if let Err(refused) = self.may_name(tenant, head.blocks.len(), "remove its file") {
+            return Err(format!("it does not fit: {}", refused.text));
+        }
         let (now, _) = self.available(tenant, &cut, 0);
         if now < u64::from(missing) {
             return Err(format!(

@@ -473,7 +473,12 @@ impl Inner {
         let blocks = lease.take(missing.len())?;
         for (done, (&unit, block)) in missing.iter().zip(&blocks).enumerate() {
             if let Err(e) = self.show(lease, unit, block) {
-                lease.put_back(&blocks[done..]);
+                let hidden = self.put_zeros(unit);
+                // What could not be hidden again is nobody else's: it stays with this lease until that ends.
+                lease.put_back(&blocks[done + usize::from(hidden.is_err())..]);
+                if hidden.is_err() {
+                    lease.hold(unit, block);
+                }
                 return Err(e);
             }
             lease.hold(unit, block);
@@ -493,21 +498,43 @@ impl Inner {
         })
     }
 
+    /// Maps a block's runs in all planes. After an error some may be there.
     fn show(&self, lease: &Lease, unit: usize, block: &lease::Taken) -> Result<(), Error> {
         lease.zero(block);
         for plane in 0..self.layout.planes.len() {
             let Some((at, bytes)) = self.run(plane, unit) else { continue };
             // SAFETY: the run is inside this pager's range, and nothing is in it but zeros.
-            if let Err(e) = unsafe { lease.alias(block, plane, at, bytes) } {
-                self.hide(unit)?;
-                return Err(e);
+            unsafe { lease.alias(block, plane, at, bytes) }?;
+        }
+        Ok(())
+    }
+
+    /// Sees to it that each run of a unit is a mapping of its own, all of them or none. After that nothing that is mapped over
+    /// them can fail because the process has too many: runs of neighbours that follow each other in memory are one mapping,
+    /// and to put something else into the middle of it makes it three.
+    fn set_apart(&self, unit: usize) -> Result<(), Error> {
+        for plane in 0..self.layout.planes.len() {
+            let Some((at, bytes)) = self.run(plane, unit) else { continue };
+            // SAFETY: the run is inside this pager's range.
+            if let Err(source) = unsafe { arena::set_apart(at, bytes) } {
+                for (at, bytes) in (0..=plane).filter_map(|plane| self.run(plane, unit)) {
+                    // SAFETY: as above.
+                    unsafe { arena::join_again(at, bytes) };
+                }
+                let what = format!("unit {unit} by itself, of which the process has too many mappings");
+                return Err(Error::Map { what, source });
             }
         }
         Ok(())
     }
 
-    /// Zeros that cannot be written, in place of a unit.
+    /// Zeros that cannot be written, in place of a unit, in all planes. On an error it is as it was.
     fn hide(&self, unit: usize) -> Result<(), Error> {
+        self.set_apart(unit)?;
+        self.put_zeros(unit)
+    }
+
+    fn put_zeros(&self, unit: usize) -> Result<(), Error> {
         for plane in 0..self.layout.planes.len() {
             let Some((at, bytes)) = self.run(plane, unit) else { continue };
             // SAFETY: as in show; what was there is given up.
@@ -519,14 +546,15 @@ impl Inner {
         Ok(())
     }
 
-    /// Private memory in place of a unit that the broker has no block for.
+    /// Private memory in place of a unit that the broker has no block for. On an error it is as it was.
     fn spill(&self, table: &mut Table, unit: usize) -> Result<(), Error> {
+        self.set_apart(unit)?;
         for plane in 0..self.layout.planes.len() {
             let Some((at, bytes)) = self.run(plane, unit) else { continue };
             // SAFETY: the run is inside this pager's range, and nothing is in it but zeros.
             let mapped = unsafe { arena::map_private(at, bytes) };
             if let Err(source) = mapped {
-                self.hide(unit)?;
+                self.put_zeros(unit)?;
                 return Err(Error::Map { what: format!("private memory for unit {unit}"), source });
             }
         }

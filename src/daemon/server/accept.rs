@@ -5,8 +5,8 @@
 //! time is gone.
 
 use std::io;
-use std::os::fd::OwnedFd;
-use std::time::{Duration, Instant};
+use std::os::fd::{AsFd, OwnedFd};
+use std::time::Instant;
 
 use nix::errno::Errno;
 use nix::sys::epoll::{EpollEvent, EpollFlags};
@@ -15,15 +15,14 @@ use nix::sys::socket::{getsockopt, sockopt};
 use super::{BREATHER, Server, Token};
 use crate::broker::{ConnectError, Peer};
 use crate::daemon::connection::{Connection, has_unread};
-use crate::id::ClientId;
+use crate::daemon::namespace::Stranger;
+use crate::id::{ClientId, Tenant};
+use crate::seldom::seldom;
 use crate::seqpacket::SeqPacket;
 use crate::wire::{self, Event, Fault, Writer};
 
 /// Connections that are accepted in one turn.
 const PER_TURN: usize = 16;
-
-/// How often the log says that connections are refused.
-const REFUSED_AT_MOST_EVERY: Duration = Duration::from_secs(1);
 
 impl Server {
     pub(super) fn accept_clients(&mut self) {
@@ -31,7 +30,7 @@ impl Server {
             match self.clients.accept() {
                 Ok(Some(fd)) => {
                     if let Err(e) = self.greet(fd) {
-                        self.note_refused(&*e);
+                        seldom!(warn, "a connection was refused: {e}");
                     }
                 }
                 Ok(None) => return,
@@ -40,23 +39,9 @@ impl Server {
         }
     }
 
-    /// Logs that somebody could not connect. Whoever tries again at once could fill the log with it: once a second is enough,
-    /// and how often it was since.
-    fn note_refused(&mut self, why: &dyn std::error::Error) {
-        self.refused += 1;
-        if self.refused_logged.is_some_and(|t| t.elapsed() < REFUSED_AT_MOST_EVERY) {
-            return;
-        }
-        self.refused_logged = Some(Instant::now());
-        match std::mem::take(&mut self.refused) {
-            1 => log::warn!("a connection was refused: {why}"),
-            more => log::warn!("{more} connections were refused, the last one because: {why}"),
-        }
-    }
-
     /// The kernel would not accept: the listeners are left alone for a moment, so that the loop does not spin.
     pub(super) fn pause(&mut self, why: &io::Error) {
-        log::warn!("accepting connections: {why}");
+        seldom!(warn, "accepting connections: {why}");
         let nothing = |token: Token| EpollEvent::new(EpollFlags::empty(), token.pack());
         let _ = self.epoll.modify(&self.clients, &mut nothing(Token::Clients));
         let _ = self.epoll.modify(&self.admin, &mut nothing(Token::Admin));
@@ -84,9 +69,15 @@ impl Server {
             Ok(pidfd) => Some(pidfd),
             // Without one (older kernels) the socket alone says when the client has gone.
             Err(Errno::ENOPROTOOPT) => None,
-            // The process has gone already, or there is no descriptor left to watch it with.
+            Err(Errno::ESRCH) => return Err(turn_away(fd, Stranger::Ended(uid))),
+            // There is no descriptor left to watch it with.
             Err(e) => return Err(e.into()),
         };
+        if !self.broker.tenancy().named.contains_key(&Tenant(uid)) {
+            if let Err(e) = self.namespace.admits(uid, peer.pid(), pidfd.as_ref().map(AsFd::as_fd)) {
+                return Err(turn_away(fd, e));
+            }
+        }
         let socket = SeqPacket::from(fd);
         socket.refuse_descriptors();
         let id = match self.broker.connect(Peer { uid, pid: peer.pid() }) {
@@ -163,6 +154,12 @@ fn numbers(why: &ConnectError) -> (Fault, u64, u64) {
         }
         ConnectError::TenantFull { count, .. } => (Fault::OverLimit, u64::from(*count) + 1, (*count).into()),
     }
+}
+
+/// Tells whoever has connected why there is no connection, if the socket takes it.
+fn turn_away(fd: OwnedFd, why: Stranger) -> Box<dyn std::error::Error> {
+    let _ = SeqPacket::from(fd).send(&refusal(Fault::BadRequest, 0, 0, &why.to_string()), &[]);
+    why.into()
 }
 
 /// The event `refused`.

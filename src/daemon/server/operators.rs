@@ -8,6 +8,7 @@ use nix::sys::epoll::{EpollEvent, EpollFlags};
 use super::{Server, Token};
 use crate::daemon::admin::{self, Operator, Wait};
 use crate::daemon::watch;
+use crate::seldom::seldom;
 
 impl Server {
     pub(super) fn accept_operators(&mut self) {
@@ -96,7 +97,7 @@ impl Server {
         for id in watching {
             if let Some(queue) = self.operators.get_mut(&id).and_then(Operator::watching) {
                 if !queue.push(changes) {
-                    log::warn!("an operator that watches does not read: dropped");
+                    seldom!(warn, "an operator that watches does not read: dropped");
                 }
             }
             self.operator(id, EpollFlags::empty());
