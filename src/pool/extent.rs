@@ -9,7 +9,7 @@ use std::collections::BTreeSet;
 use serde::{Deserialize, Serialize};
 
 use super::ledger::Account;
-use crate::id::{ClientId, FormatId, Tenant};
+use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, Tenant};
 
 /// What a place holds.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Serialize, Deserialize)]
@@ -99,6 +99,16 @@ impl Owned {
     /// The slots whose blocks are cached.
     pub fn cached_slots(&self) -> impl Iterator<Item = u32> {
         (0..).zip(&self.slots).filter(|(_, slot)| slot.block.is_cached()).map(|(at, _)| at)
+    }
+
+    /// The names of its blocks that are `such`; the extent itself is called `extent`.
+    pub(super) fn blocks(
+        &self,
+        extent: ExtentId,
+        such: impl Fn(Block) -> bool,
+    ) -> impl Iterator<Item = BlockId> {
+        let these = (0..).zip(&self.slots).filter(move |(_, s)| such(s.block));
+        these.map(move |(slot, s)| BlockId { place: Place { extent, slot }, generation: s.generation })
     }
 
     /// Where the books list it.

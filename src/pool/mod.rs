@@ -350,13 +350,9 @@ impl Pool {
 
     /// Blocks of an extent that a client, or any one, may still write without holding them.
     pub fn suspects_in(&self, extent: ExtentId, client: Option<ClientId>) -> Vec<BlockId> {
-        let slots = self.extents.get(&extent).and_then(Extent::owned).map_or(&[][..], |o| &o.slots);
         let is_it = |b: Block| matches!(b, Block::Suspect(c) if client.is_none_or(|client| client == c));
-        let name = |(slot, s): (usize, &Slot)| BlockId {
-            place: Place { extent, slot: slot as u32 },
-            generation: s.generation,
-        };
-        slots.iter().enumerate().filter(|(_, s)| is_it(s.block)).map(name).collect()
+        let owned = self.extents.get(&extent).and_then(Extent::owned);
+        owned.into_iter().flat_map(|o| o.blocks(extent, is_it)).collect()
     }
 
     /// Extents of `tenant` in which every block in use is cached, or held back from everybody; coldest first.
@@ -381,16 +377,10 @@ impl Pool {
 
     /// All credit of `client`.
     pub fn credit_of(&self, client: ClientId) -> Vec<BlockId> {
-        let mine = |s: &Slot| s.block == Block::Credit(client);
+        let mine = |b| b == Block::Credit(client);
         let held = self.held.get(&client).into_iter().flatten();
-        held.filter_map(|id| Some((*id, self.extents[id].owned()?)))
-            .flat_map(|(extent, o)| {
-                o.slots.iter().enumerate().filter(move |(_, s)| mine(s)).map(move |(slot, s)| {
-                    let place = Place { extent, slot: slot as u32 };
-                    BlockId { place, generation: s.generation }
-                })
-            })
-            .collect()
+        let owned = held.filter_map(|id| Some((*id, self.extents[id].owned()?)));
+        owned.flat_map(|(extent, o)| o.blocks(extent, mine)).collect()
     }
 
     /// `client` has let go of `extent`, or is gone. An extent without a block in use that nobody can reach any more
