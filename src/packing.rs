@@ -191,7 +191,7 @@ impl Placement {
 
 /// The boundary on which the CMA heap starts a buffer: its size rounded up to a power of two of pages, at most
 /// 2^`cma_alignment_order` pages. `extent_bytes` is at most [`MAX_EXTENT_BYTES`], `page` a power of two.
-pub fn align_for(extent_bytes: u64, page: u64, cma_alignment_order: u32) -> u64 {
+fn align_for(extent_bytes: u64, page: u64, cma_alignment_order: u32) -> u64 {
     let pages = extent_bytes.div_ceil(page).max(1);
     page * pages.next_power_of_two().min(1 << cma_alignment_order)
 }

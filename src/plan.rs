@@ -10,17 +10,17 @@ use crate::model::{KvType, ModelShape, ShapeError};
 use crate::packing::{
     CMA_ALIGNMENT_ORDER, ExtentSize, Extents, Packing, PackingError, Placement, Waste, block_sizes, percent,
 };
-use crate::profile::Profile;
+use crate::profile::{Profile, USUAL_TOKENS_PER_BLOCK};
 use crate::size::Size;
 use serde::Serialize;
 use thiserror::Error;
 
 /// Waste from which on a plan warns, in per cent of the pool.
-pub const WASTE_WARNING_PERCENT: f64 = 10.0;
+const WASTE_WARNING_PERCENT: f64 = 10.0;
 /// Mappings that a process may have: Linux' default of vm.max_map_count.
-pub const VMA_LIMIT: u64 = 65_530;
+const VMA_LIMIT: u64 = 65_530;
 /// File descriptors that a process may have: the usual soft RLIMIT_NOFILE.
-pub const FD_LIMIT: u64 = 1024;
+const FD_LIMIT: u64 = 1024;
 /// The longest context, in tokens: with it, the bytes of the largest profile stay within 64 bits (2^10 groups of at
 /// most 2^30 bytes per token).
 pub const MAX_CONTEXT: u32 = (1 << 24) - 1;
@@ -75,11 +75,11 @@ impl Default for Options {
             pool: 256 << 20,
             placement,
             extent: ExtentSize::Auto,
-            tokens_per_block: 16,
+            tokens_per_block: USUAL_TOKENS_PER_BLOCK,
             context: 2048,
             sessions: 4,
             live: None,
-            kv: KvType::F16,
+            kv: KvType::default(),
             board: None,
         }
     }

@@ -11,6 +11,9 @@ use thiserror::Error;
 pub const MAX_LAYERS: usize = 1024;
 /// The most tokens a block may hold.
 pub const MAX_TOKENS_PER_BLOCK: u32 = 1 << 16;
+/// Tokens per block where nobody says how many: planes of the usual models are whole pages then, and few tokens of a
+/// session's last block are idle.
+pub const USUAL_TOKENS_PER_BLOCK: u32 = 16;
 /// The largest block, in bytes. A block is one unit of allocation: beyond this it no longer is a small one.
 pub const MAX_BLOCK_BYTES: u64 = 1 << 30;
 
@@ -196,7 +199,8 @@ impl Profile {
     /// The model that the project's figures are stated for: 24 layers, 2 KV heads of dimension 128, f16, 16 tokens
     /// per block: 24 KiB per token, 384 KiB per block.
     pub fn reference() -> Self {
-        Profile::uniform("reference", "f16", 24, 512, 512, 16).expect("the reference geometry is valid")
+        Profile::uniform("reference", "f16", 24, 512, 512, USUAL_TOKENS_PER_BLOCK)
+            .expect("the reference geometry is valid")
     }
 
     /// The same geometry with another order of rows.

@@ -14,7 +14,7 @@ use super::sized::{self, Versioned};
 use super::{Failure, aligned, at, border, elements, hand_out, status, take_back, text};
 use crate::client::{Client, ClientOptions, EmbeddedOptions, GroupedProfile};
 use crate::model::{KvType, ModelShape};
-use crate::profile::{Group, Layer, Layout, MAX_LAYERS, Profile};
+use crate::profile::{Group, Layer, Layout, MAX_LAYERS, Profile, USUAL_TOKENS_PER_BLOCK};
 
 /// A connection.
 #[derive(Debug)]
@@ -69,6 +69,7 @@ macro_rules! versioned {
         pub struct $name { pub size: usize, $(pub $field: $ty,)* }
         // SAFETY: repr(C), `size` first, integers, floats and raw pointers only.
         unsafe impl Versioned for $name {
+            // None has grown yet. One that does keeps the size that it had, or programs built before it are refused.
             const FIRST: usize = size_of::<$name>();
         }
     )*};
@@ -418,10 +419,10 @@ pub unsafe extern "C" fn kvb_profile_from_model(
         // SAFETY: the header asks for strings that end.
         let (path, kv) = unsafe { (CStr::from_ptr(path), text(kv_type, "kv_type")?) };
         let invalid = |e: &dyn std::fmt::Display| Failure::invalid(e.to_string());
-        let kv: KvType = if kv.is_empty() { KvType::F16 } else { kv.parse().map_err(|e| invalid(&e))? };
+        let kv = if kv.is_empty() { KvType::default() } else { kv.parse().map_err(|e| invalid(&e))? };
         let shape = ModelShape::from_path(Path::new(OsStr::from_bytes(path.to_bytes())));
         let shape = shape.map_err(|e| invalid(&e))?;
-        let tokens = if tokens_per_block == 0 { 16 } else { tokens_per_block };
+        let tokens = if tokens_per_block == 0 { USUAL_TOKENS_PER_BLOCK } else { tokens_per_block };
         let profile = register(&client.client, &shape.profile(kv, tokens).map_err(|e| invalid(&e))?)?;
         // SAFETY: checked first of all.
         unsafe { hand_out(out, profile) };

@@ -24,7 +24,7 @@ use crate::heap::{Backend, DmaHeap, UDMABUF_DEVICE};
 use crate::id::Tenant;
 use crate::model::{KvType, ModelShape};
 use crate::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, Extents, PackingError};
-use crate::profile::Profile;
+use crate::profile::{Profile, USUAL_TOKENS_PER_BLOCK};
 use crate::quote::shown;
 use crate::size::Size;
 use crate::store::Location;
@@ -286,11 +286,11 @@ struct ProfileTable {
 }
 
 fn default_kv_type() -> String {
-    "f16".into()
+    KvType::default().name().into()
 }
 
 fn default_tokens_per_block() -> u32 {
-    16
+    USUAL_TOKENS_PER_BLOCK
 }
 
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Deserialize)]
