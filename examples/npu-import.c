@@ -1,6 +1,6 @@
 /* What an NPU runtime does with the broker: a session's KV as one dma-buf, imported by a DRM driver.
  *
- *   cc -std=c11 npu-import.c $(pkg-config --cflags --libs kvbroker) -o npu-import
+ *   cc -std=gnu11 npu-import.c $(pkg-config --cflags --libs kvbroker) -o npu-import
  *   ./npu-import /dev/dri/card0                      the broker of this machine (KVBROKER_SOCKET, or its usual place)
  *   ./npu-import /dev/dri/card0 /path/to.sock        the broker at this socket
  *   ./npu-import /dev/dri/card0 /path/to.sock run    and the window made in this way: run, udmabuf

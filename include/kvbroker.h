@@ -390,7 +390,8 @@ KVB_API int64_t kvb_session_seal(kvb_session *session, const uint32_t *ids, size
 KVB_API int64_t kvb_session_attach(kvb_session *session, const uint32_t *ids, size_t count);
 
 /* Keeps the blocks of the first `tokens` tokens for ever, which must be sealed (whole blocks; a rest is left out): the
- * resident system prompt. Returns how many blocks were not pinned before. BAD_REQUEST when they are not sealed. */
+ * resident system prompt. Returns how many blocks were not pinned before. BAD_REQUEST when they are not sealed; OVER_LIMIT
+ * by `limits.pinned`, `limits.table-blocks`, or 64 prefixes pinned by this tenant. */
 KVB_API int64_t kvb_session_pin(kvb_session *session, uint64_t tokens);
 
 /* Lets them go again. Returns how many blocks nobody pins any more. */

@@ -7,7 +7,7 @@
 //! space of ASCII. So no control (Cc), no format character (Cf: joiners, the controls of writing direction, tags, annotations,
 //! joiners of hieroglyphs), no separator of lines or paragraphs (Zl, Zp), no other space (Zs), nothing of private use (Co), and
 //! nothing that is not assigned (Cn), as of the Unicode version of `unicode-properties` (18.0): what comes later is `?` until
-//! that is newer. Then there are the few that have a category of what is seen, and are blank: [`BLANK`].
+//! that is newer. Then there are the few that have a category of what is seen, and are blank: `BLANK`.
 
 use unicode_properties::{GeneralCategoryGroup, UnicodeGeneralCategory};
 

@@ -387,7 +387,7 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
     if pool.extents_missing > 0 {
         writeln!(
             out,
-            "          WARNING: {} of {} extents are missing: the kernel had no more memory for them; it is asked again",
+            "          WARNING: {} of {} extents are missing: on their way back from a hold, or the kernel has no memory for them; it is asked again",
             pool.extents_missing, pool.extents_wanted
         )?;
     }
