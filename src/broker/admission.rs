@@ -6,13 +6,13 @@
 //! deadline has passed; a block that a process which is alive may still write is not granted again, but held until the
 //! process agrees or ends, or until its whole extent is emptied under it.
 
-use std::collections::{BTreeMap, BTreeSet};
+use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::waits::Lack;
 use super::{Broker, Refused, Reply};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, SessionId, Tenant};
-use crate::pool::{Block, Cut, Slot};
+use crate::pool::{Block, Cut, Extent, Slot};
 use crate::seldom::seldom;
 use crate::wire::{self, Event, Fault, Verdict};
 
@@ -174,14 +174,20 @@ impl Broker {
 
     /// Blocks that other sessions of the tenant hold, or have been promised.
     fn held_by_sessions(&self, tenant: Tenant, format: FormatId, but: SessionId) -> u64 {
-        let others = self.state.sessions.iter().filter(|(id, _)| **id != but).map(|(_, s)| s);
-        let others = others.filter(|s| (s.tenant, s.format) == (tenant, format));
-        let (mut places, mut promised) = (BTreeSet::new(), 0);
-        for s in others {
-            places.extend(s.table.iter().map(|b| b.place).filter(|p| !p.extent.is_copy()));
-            promised += u64::from(s.promised);
-        }
-        places.len() as u64 + promised
+        let refs = |block: Block| if let Block::Held { refs, .. } = block { refs } else { 0 };
+        let pool = &self.state.pool;
+        let owned = pool.extents().values().filter_map(Extent::owned);
+        let slots = owned.filter(|o| (o.tenant, o.format) == (tenant, format)).flat_map(|o| &o.slots);
+        let held = slots.filter(|slot| refs(slot.block) > 0).count() as u64;
+        // Each table names a place once: what has one reference and is in this one is in no other.
+        let own = self.state.sessions.get(&but).map(|s| &s.table).into_iter().flatten();
+        let alone = own.filter(|b| pool.check_claim(**b).is_ok_and(|block| refs(block) == 1)).count() as u64;
+        let others = self
+            .state
+            .sessions
+            .iter()
+            .filter(|(id, s)| **id != but && (s.tenant, s.format) == (tenant, format));
+        held.saturating_sub(alone) + others.map(|(_, s)| u64::from(s.promised)).sum::<u64>()
     }
 
     /// Asks sessions of lower priority to make room, if that would do. They are asked once; when their time is up they
@@ -193,6 +199,14 @@ impl Broker {
                 let asked = self.reclaims.contains_key(id);
                 victims.push((s.priority, !asked, std::cmp::Reverse(s.born), *id));
             }
+        }
+        if victims.is_empty() {
+            return false;
+        }
+        let key = (victims.len(), tenant, cut.format);
+        let bound = self.reach_bounds.as_ref().and_then(|bounds| bounds.get(&key));
+        if bound.is_some_and(|most| most + u64::from(own) < least) {
+            return false;
         }
         // Those who were asked already first, then the least important, then the youngest.
         victims.sort_unstable_by_key(|(priority, new, born, _)| (*new, *priority, *born));
@@ -214,6 +228,8 @@ impl Broker {
             }
         }
         if !enough {
+            let most = self.reach(tenant, cut, own, emptied.extents.iter().copied());
+            self.reach_bounds.as_mut().and_then(|bounds| bounds.insert(key, most));
             return false;
         }
         let deadline = self.absent.clock + Duration::from_millis(self.policy.reclaim_ms.into());

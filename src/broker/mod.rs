@@ -183,6 +183,9 @@ pub struct Broker {
     waits: waits::Waits,
     /// Sessions that were asked to make room, and when their time is up.
     reclaims: BTreeMap<SessionId, std::time::Instant>,
+    /// While requests are tried again: what those of a format can reach at most although all the sessions end that would have to
+    /// make room for them, by how many that are. Nothing comes back meanwhile, so one walk over their tables does for all.
+    reach_bounds: Option<BTreeMap<(usize, Tenant, FormatId), u64>>,
     /// A session that was asked to make room has ended: who waits is to be tried again.
     stirred: bool,
     asked_back: BTreeMap<ExtentId, consent::Asked>,
@@ -268,6 +271,7 @@ impl Broker {
             waiting: BTreeMap::new(),
             waits: waits::Waits::default(),
             reclaims: BTreeMap::new(),
+            reach_bounds: None,
             stirred: false,
             asked_back: BTreeMap::new(),
             store: None,
@@ -334,6 +338,16 @@ impl Broker {
 
     /// The worker is done with a job.
     pub fn done(&mut self, done: Done) {
+        self.all_done([done]);
+    }
+
+    /// The worker is done with these: what follows from them follows once.
+    pub fn all_done(&mut self, done: impl IntoIterator<Item = Done>) {
+        done.into_iter().for_each(|done| self.note_done(done));
+        self.settle();
+    }
+
+    fn note_done(&mut self, done: Done) {
         match done {
             Done::Scrubbed { ticket, result } => self.scrubbed(ticket, result),
             Done::Window { ticket, result } => self.window_made(ticket, result),
@@ -344,7 +358,6 @@ impl Broker {
             Done::Copied { ticket, result } => self.copied(ticket, result),
             Done::Stored(finished) => self.store_finished(finished),
         }
-        self.settle();
     }
 
     /// After every change: extents that were somebody's go to the worker; debug builds check every invariant.

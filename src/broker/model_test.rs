@@ -1618,7 +1618,7 @@ impl Run {
             let ticket = *ticket;
             let zeros = self.take_grant(client, format, session, from..=to, &output);
             let ordered = self.jobs.iter().find_map(|j| match j {
-                Job::Scrub { ticket: t, pieces } if *t == ticket => Some(pieces.len()),
+                Job::Scrub { ticket: t, pieces, .. } if *t == ticket => Some(pieces.len()),
                 _ => None,
             });
             assert_eq!(ordered, Some(zeros), "exactly what another process may have written is zeroed");

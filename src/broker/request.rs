@@ -4,6 +4,7 @@
 //! driver reads no other of it ([`Broker::is_waiting`]); a reply that hands over blocks leaves after the zeros in them are
 //! written, and if they cannot be, nothing of the grant is left.
 
+use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -93,6 +94,8 @@ pub(super) enum Waiting {
     /// For zeros: then this goes out.
     Zeros {
         ticket: u64,
+        /// What the job looks at: nobody waits for its zeros once this is gone.
+        _wanted: Arc<()>,
         output: Output,
         verb: Verb,
         sequence: u64,
@@ -105,6 +108,12 @@ pub(super) enum Waiting {
 impl Broker {
     /// Handles one message of a client. What comes of it is in the outbox: see [`outputs`](Self::outputs).
     pub fn request(&mut self, client: ClientId, message: &[u8]) {
+        self.answer(client, message);
+        self.settle();
+    }
+
+    /// What [`request`](Self::request) does, without what follows from it.
+    fn answer(&mut self, client: ClientId, message: &[u8]) {
         if !self.state.clients.contains_key(&client) {
             return;
         }
@@ -139,7 +148,6 @@ impl Broker {
             Err(why) if verb == Verb::Hello => self.hang_up(client, opcode, sequence, &why),
             Err(why) => self.refuse(client, opcode, sequence, &why),
         }
-        self.settle();
     }
 
     pub(super) fn reply(&mut self, client: ClientId, verb: Verb, sequence: u64, reply: Reply) {
@@ -161,9 +169,11 @@ impl Broker {
         self.next_ticket += 1;
         let pieces = reply.scrub.iter().filter_map(|b| self.piece(*b)).collect();
         self.state.counters.scrubbed += reply.scrub.len() as u64;
-        self.jobs.push_back(Job::Scrub { ticket, pieces });
+        let _wanted = Arc::new(());
+        self.jobs.push_back(Job::Scrub { ticket, pieces, wanted: Some(Arc::downgrade(&_wanted)) });
         let Reply { granted, extents, .. } = reply;
-        self.waiting.insert(client, Waiting::Zeros { ticket, output, verb, sequence, granted, extents });
+        self.waiting
+            .insert(client, Waiting::Zeros { ticket, _wanted, output, verb, sequence, granted, extents });
     }
 
     /// Where a block's bytes are.
@@ -243,6 +253,7 @@ impl Broker {
 
     /// Tries requests again that waited for extents.
     pub(super) fn retry(&mut self) {
+        self.reach_bounds = Some(BTreeMap::new());
         let waits = |(client, w): (&ClientId, &Waiting)| match w {
             Waiting::Extents(_) => Some(*client),
             Waiting::Zeros { .. } | Waiting::Window { .. } => None,
@@ -251,12 +262,16 @@ impl Broker {
             self.waiting.iter().filter_map(waits).map(|client| (self.client(client).tenant, client));
         for client in self.waits.order(clients) {
             let tenant = self.client(client).tenant;
-            if let Some(Waiting::Extents(message)) = self.waiting.remove(&client) {
-                self.request(client, &message);
-                if !matches!(self.waiting.get(&client), Some(Waiting::Extents(_))) {
-                    self.stirred |= self.waits.serve(client, tenant);
-                }
+            // Looked at first: an answer of another kind that waits stays where it is.
+            let Some(Waiting::Extents(message)) = self.waiting.get(&client) else { continue };
+            let message = message.clone();
+            self.waiting.remove(&client);
+            // What follows from an answer follows once, after all: else the tries would nest.
+            self.answer(client, &message);
+            if !matches!(self.waiting.get(&client), Some(Waiting::Extents(_))) {
+                self.stirred |= self.waits.serve(client, tenant);
             }
         }
+        self.reach_bounds = None;
     }
 }

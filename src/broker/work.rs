@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 use std::os::fd::{AsFd, BorrowedFd, OwnedFd};
-use std::sync::Arc;
+use std::sync::{Arc, Weak};
 
 use super::lent;
 use super::window::{Declined, Made, Making};
@@ -84,6 +84,9 @@ pub enum Job {
         ticket: u64,
         /// The pieces.
         pieces: Vec<(Arc<Buffer>, Range<u64>)>,
+        /// Gone when nobody waits for it any more: then what is left of it is not done, so that nobody's zeros wait for those
+        /// of connections that have ended. `None` if it is wanted in any case.
+        wanted: Option<Weak<()>>,
     },
     /// Make of an extent that was somebody's one that nobody has ever seen.
     Renew {
@@ -186,10 +189,14 @@ impl Job {
     /// Does it. This is all that a worker does.
     pub fn run(self, heap: &dyn Heap) -> Done {
         match self {
-            Job::Scrub { ticket, pieces } => {
-                let zero = |(buffer, range): (Arc<Buffer>, Range<u64>)| buffer.zero(range);
-                let result = pieces.into_iter().try_for_each(zero).map_err(|e| e.to_string());
-                Done::Scrubbed { ticket, result }
+            Job::Scrub { ticket, pieces, wanted } => {
+                let zero = |(buffer, range): (Arc<Buffer>, Range<u64>)| {
+                    if wanted.as_ref().is_some_and(|wanted| wanted.strong_count() == 0) {
+                        return Err("nobody waits for them any more".to_owned());
+                    }
+                    buffer.zero(range).map_err(|e| e.to_string())
+                };
+                Done::Scrubbed { ticket, result: pieces.into_iter().try_for_each(zero) }
             }
             Job::Renew { extent, old: Some(old), .. } => Done::Renewed { extent, result: heap.renew(old) },
             Job::Renew { extent, old: None, bytes } => {

@@ -12,8 +12,10 @@
 //! written with CAP_SETUID in the namespace above: so whose map is equal is in our namespace, or in one that root made.
 //!
 //! **That it is the right process** the pidfd of the connection says (SO_PEERPIDFD, Linux 6.5): its process is still there
-//! after the map was read, so its pid was its own all the while. Older kernels know the pid only. There the process must have
-//! the uid that connected, and be there still; all is read through one open `/proc/PID`, which stays with its process. What is
+//! after the map was read, so its pid was its own all the while. And it must have the uid that connected, or be root, who may
+//! be anybody: a process can connect under credentials that another one has lent it (io_uring's personalities), and then the
+//! kernel says the one's uid and the other's pid. Whoever gives up the uid between its connect and this look is refused.
+//! Older kernels know the pid only; there all is read through one open `/proc/PID`, which stays with its process. What is
 //! left of a race: who connects, hands the socket on and ends, and whose pid then becomes that of a process in this
 //! namespace under the same uid, before the broker looks. (`pidfd_open` would be as late as that directory is.) A subordinate
 //! uid has no such processes unless root starts some.
@@ -75,13 +77,14 @@ impl Namespace {
             Ok(None) => return Ok(()),
             Err(e) => return Err(hidden(io::Error::new(e.kind(), e.to_string()))),
         };
-        let map = map_of(uid, pid, pidfd.is_none());
+        let map = map_of(uid, pid, pidfd.is_some());
         if pidfd.is_some_and(has_ended) {
             return Err(Stranger::Ended(uid));
         }
         match map {
             Ok(map) if map == *own => Ok(()),
             Ok(_) => Err(Stranger::Elsewhere(uid)),
+            Err(e) if e.raw_os_error() == Some(libc::EPERM) => Err(Stranger::Elsewhere(uid)),
             // Only where there is no pidfd to tell it from what is hidden.
             Err(e) if pidfd.is_none() && is_gone(&e) => Err(Stranger::Ended(uid)),
             Err(e) => Err(hidden(e)),
@@ -89,14 +92,17 @@ impl Namespace {
     }
 }
 
-/// The map of a process; with `proven` only if it has this uid, and is still there after the map was read.
-fn map_of(uid: u32, pid: i32, proven: bool) -> io::Result<Vec<u8>> {
+/// The map of a process, if it has this uid and is still there after the map was read. Where it is `known` to be the one that
+/// connected it may be root instead, and who is neither gives EPERM; else who has not the uid is another one by now: ESRCH.
+fn map_of(uid: u32, pid: i32, known: bool) -> io::Result<Vec<u8>> {
     let directory = File::open(format!("/proc/{pid}"))?;
     let map = read_in(&directory, "uid_map")?;
-    if proven && !uids(&read_in(&directory, "status")?).contains(&uid) {
-        return Err(Errno::ESRCH.into());
+    let has = uids(&read_in(&directory, "status")?);
+    match has.contains(&uid) || (known && has.contains(&0)) {
+        true => Ok(map),
+        false if known => Err(Errno::EPERM.into()),
+        false => Err(Errno::ESRCH.into()),
     }
-    Ok(map)
 }
 
 /// The uids in the status of a process: real, effective, saved, of the file system.
@@ -154,6 +160,26 @@ mod tests {
         let other = nix::unistd::getuid().as_raw() + 1;
         let refused = namespace.admits(other, std::process::id() as i32, None).unwrap_err();
         assert!(matches!(refused, Stranger::Ended(uid) if uid == other), "{refused}");
+    }
+
+    #[test]
+    fn a_process_with_another_uid_than_the_one_that_connected_was_lent_it_unless_it_is_root() {
+        use std::os::unix::process::CommandExt;
+        if !nix::unistd::getuid().is_root() {
+            return;
+        }
+        let child = |uid| {
+            let mut child =
+                Command::new("cat").stdin(Stdio::piped()).stdout(Stdio::null()).uid(uid).spawn().unwrap();
+            let pid = child.id() as i32;
+            let seen = [4001, 4002].map(|uid| map_of(uid, pid, true).map_err(|e| e.raw_os_error()));
+            drop(child.stdin.take());
+            child.wait().unwrap();
+            seen
+        };
+        let [own, lent] = child(4001);
+        assert_eq!((own.is_ok(), lent), (true, Err(Some(libc::EPERM))));
+        assert!(child(0).iter().all(Result::is_ok));
     }
 
     #[test]

@@ -309,11 +309,7 @@ impl Server {
         match token {
             Token::Clients => self.accept_clients(),
             Token::Admin => self.accept_operators(),
-            Token::Worker => {
-                for done in self.worker.finished() {
-                    self.broker.done(done);
-                }
-            }
+            Token::Worker => self.broker.all_done(self.worker.finished()),
             Token::Process(id) if self.connections.contains_key(&id) => {
                 log::debug!("client {}: its process has ended", id.0);
                 self.end(id);

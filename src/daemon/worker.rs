@@ -134,7 +134,7 @@ mod tests {
 
     #[test]
     fn zeros_wait_for_one_extent_that_is_renewed_and_not_for_all_and_no_extent_waits_for_ever() {
-        let zeros = |ticket| Job::Scrub { ticket, pieces: Vec::new() };
+        let zeros = |ticket| Job::Scrub { ticket, pieces: Vec::new(), wanted: None };
         let other = || Job::Allocate { bytes: 1 };
         assert_eq!(order(vec![other(), other(), other(), zeros(1), zeros(2)]), [1, 0, 2, 0, 0]);
         assert_eq!(order(vec![zeros(1), zeros(2), zeros(3), zeros(4), other()]), [1, 0, 2, 3, 4]);

@@ -197,7 +197,7 @@ impl Broker {
         let cleared = self.next_ticket;
         self.next_ticket += 1;
         let pieces = taken.iter().filter_map(|b| self.piece(*b)).collect();
-        self.jobs.push_back(Job::Scrub { ticket: cleared, pieces });
+        self.jobs.push_back(Job::Scrub { ticket: cleared, pieces, wanted: None });
         let prefixes = &self.state.prefixes;
         taken.reverse();
         let missing = |e: &Entry| if prefixes.get(&e.name.0).is_none() { taken.pop() } else { None };
