@@ -7,6 +7,7 @@
 //! process agrees or ends, or until its whole extent is emptied under it.
 
 use std::collections::BTreeMap;
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::waits::Lack;
@@ -204,34 +205,23 @@ impl Broker {
             return false;
         }
         let key = (victims.len(), tenant, cut.format);
-        let bound = self.reach_bounds.as_ref().and_then(|bounds| bounds.get(&key));
-        if bound.is_some_and(|most| most + u64::from(own) < least) {
-            return false;
+        let others = self.promised(tenant, cut.format).saturating_sub(own.into());
+        let enough = |reached: u64| reached.saturating_sub(others) >= least;
+        let known = self.curves.as_ref().and_then(|curves| curves.get(&key)).cloned();
+        let curve = known.unwrap_or_else(|| {
+            // While requests are tried again the next one may need more of it.
+            let until = |reached| self.curves.is_none() && enough(reached);
+            Arc::new(self.curve(victims, tenant, cut, until))
+        });
+        if let Some(curves) = &mut self.curves {
+            curves.insert(key, curve.clone());
         }
-        // Those who were asked already first, then the least important, then the youngest.
-        victims.sort_unstable_by_key(|(priority, new, born, _)| (*new, *priority, *born));
-        let mut emptied = Emptied::now(self, tenant, cut);
-        if self.reach(tenant, cut, own, emptied.extents.iter().copied()) >= least {
+        if enough(curve.now) {
             // Enough is on its way: its holders have only to give it back.
             return false;
         }
-        let mut chosen = Vec::new();
-        let mut enough = false;
-        for (_, _, _, id) in victims {
-            let before = emptied.extents.len();
-            emptied.without(self, &self.state.sessions[&id].table);
-            chosen.push(id);
-            let came = emptied.extents.len() > before;
-            if came && self.reach(tenant, cut, own, emptied.extents.iter().copied()) >= least {
-                enough = true;
-                break;
-            }
-        }
-        if !enough {
-            let most = self.reach(tenant, cut, own, emptied.extents.iter().copied());
-            self.reach_bounds.as_mut().and_then(|bounds| bounds.insert(key, most));
-            return false;
-        }
+        let Some(last) = curve.steps.iter().position(|(_, reached)| enough(*reached)) else { return false };
+        let chosen: Vec<SessionId> = curve.steps[..=last].iter().map(|(id, _)| *id).collect();
         let deadline = self.absent.clock + Duration::from_millis(self.policy.reclaim_ms.into());
         for id in chosen {
             if self.reclaims.contains_key(&id) {
@@ -244,6 +234,36 @@ impl Broker {
             self.tell(self.state.sessions[&id].client, Event::ReclaimSession, id.number, &body);
         }
         true
+    }
+
+    /// What the tenant would reach if these ended one after the other: those who were asked already first, then the least
+    /// important, then the youngest. Ends where `until` says so.
+    fn curve(
+        &self,
+        mut victims: Vec<(u8, bool, std::cmp::Reverse<u64>, SessionId)>,
+        tenant: Tenant,
+        cut: &Cut,
+        until: impl Fn(u64) -> bool,
+    ) -> Curve {
+        victims.sort_unstable_by_key(|(priority, new, born, _)| (*new, *priority, *born));
+        // As if nothing were promised to anybody: that is taken off by who reads it.
+        let all = u32::try_from(self.promised(tenant, cut.format)).unwrap_or(u32::MAX);
+        let reached = |emptied: &Emptied| self.reach(tenant, cut, all, emptied.extents.iter().copied());
+        let mut emptied = Emptied::now(self, tenant, cut);
+        let mut curve = Curve { now: reached(&emptied), steps: Vec::new() };
+        let mut last = curve.now;
+        for (_, _, _, id) in victims {
+            if until(last) {
+                break;
+            }
+            let before = emptied.extents.len();
+            emptied.without(self, &self.state.sessions[&id].table);
+            if emptied.extents.len() > before {
+                last = reached(&emptied);
+            }
+            curve.steps.push((id, last));
+        }
+        curve
     }
 
     /// When the next session's time is up.
@@ -336,6 +356,14 @@ impl Broker {
         });
         Ok(Some(reply))
     }
+}
+
+/// The blocks that a tenant could have of a format, what is promised to its sessions not taken off: now, and after each session
+/// that may be asked to end.
+#[derive(Debug)]
+pub(super) struct Curve {
+    now: u64,
+    steps: Vec<(SessionId, u64)>,
 }
 
 /// Extents that would be without a block in use if some sessions ended: one look at the pool, and then at the tables of

@@ -183,9 +183,9 @@ pub struct Broker {
     waits: waits::Waits,
     /// Sessions that were asked to make room, and when their time is up.
     reclaims: BTreeMap<SessionId, std::time::Instant>,
-    /// While requests are tried again: what those of a format can reach at most although all the sessions end that would have to
-    /// make room for them, by how many that are. Nothing comes back meanwhile, so one walk over their tables does for all.
-    reach_bounds: Option<BTreeMap<(usize, Tenant, FormatId), u64>>,
+    /// While requests are tried again, and until one of them is answered: what tenants could reach if sessions ended, by how many
+    /// could be asked. Nothing changes meanwhile, so one walk over their tables does for all who wait.
+    curves: Option<BTreeMap<(usize, Tenant, FormatId), Arc<admission::Curve>>>,
     /// A session that was asked to make room has ended: who waits is to be tried again.
     stirred: bool,
     asked_back: BTreeMap<ExtentId, consent::Asked>,
@@ -271,7 +271,7 @@ impl Broker {
             waiting: BTreeMap::new(),
             waits: waits::Waits::default(),
             reclaims: BTreeMap::new(),
-            reach_bounds: None,
+            curves: None,
             stirred: false,
             asked_back: BTreeMap::new(),
             store: None,

@@ -253,7 +253,7 @@ impl Broker {
 
     /// Tries requests again that waited for extents.
     pub(super) fn retry(&mut self) {
-        self.reach_bounds = Some(BTreeMap::new());
+        self.curves = Some(BTreeMap::new());
         let waits = |(client, w): (&ClientId, &Waiting)| match w {
             Waiting::Extents(_) => Some(*client),
             Waiting::Zeros { .. } | Waiting::Window { .. } => None,
@@ -269,9 +269,10 @@ impl Broker {
             // What follows from an answer follows once, after all: else the tries would nest.
             self.answer(client, &message);
             if !matches!(self.waiting.get(&client), Some(Waiting::Extents(_))) {
+                self.curves = Some(BTreeMap::new());
                 self.stirred |= self.waits.serve(client, tenant);
             }
         }
-        self.reach_bounds = None;
+        self.curves = None;
     }
 }
