@@ -267,9 +267,13 @@ impl Broker {
             let message = message.clone();
             self.waiting.remove(&client);
             // What follows from an answer follows once, after all: else the tries would nest.
+            let refused = self.state.counters.refusals;
             self.answer(client, &message);
             if !matches!(self.waiting.get(&client), Some(Waiting::Extents(_))) {
-                self.curves = Some(BTreeMap::new());
+                // Whoever is refused leaves all as it was.
+                if self.state.counters.refusals == refused {
+                    self.curves = Some(BTreeMap::new());
+                }
                 self.stirred |= self.waits.serve(client, tenant);
             }
         }
