@@ -128,7 +128,8 @@ fn garbage_at_line_speed_keeps_nobody_from_being_served() {
                 while !stop.load(std::sync::atomic::Ordering::Relaxed) {
                     let Ok(mut raw) = Raw::connect(socket) else { continue };
                     if state % 3 == 0 {
-                        raw.hello();
+                        // It may be one too many, while its former connections are still being ended.
+                        raw.try_hello();
                     }
                     for _ in 0..50 {
                         state = state.wrapping_mul(6364136223846793005).wrapping_add(seed);

@@ -239,12 +239,17 @@ impl Raw {
     }
 
     pub fn hello(&mut self) -> Reply {
+        self.try_hello().expect("a welcome")
+    }
+
+    /// `None` when the daemon has hung up.
+    pub fn try_hello(&mut self) -> Option<Reply> {
         let hello = wire::Hello {
             magic: wire::MAGIC.into(),
             version: wire::VERSION.into(),
             label: wire::label("raw"),
         };
-        self.ask(Verb::Hello, 0, |w| _ = w.put(&hello)).expect("a welcome")
+        self.ask(Verb::Hello, 0, |w| _ = w.put(&hello))
     }
 
     /// Says hello and registers the profile, whose number it returns.

@@ -4,7 +4,7 @@ use std::collections::VecDeque;
 use std::sync::Arc;
 
 use super::*;
-use crate::broker::{Job, Peer, Policy, TenantPolicy};
+use crate::broker::{Done, Job, Peer, Policy, TenantPolicy};
 use crate::heap::Memfd;
 use crate::map::page_bytes;
 use crate::profile::Profile;
@@ -263,4 +263,62 @@ fn a_reserve_and_a_higher_priority_wait_for_nobody_who_is_due() {
     world.granted.clear();
     world.reserve(high, 1);
     assert_eq!(world.granted[0], (high.id, 1));
+}
+
+#[test]
+fn of_two_who_are_answered_when_one_that_is_due_has_been_both_get_their_blocks() {
+    let mut world = World::new(&[]);
+    // Two blocks of uid 3 are in use, so that its others have to wait.
+    let [holder, first, second] = [(); 3].map(|()| world.party(3, 40));
+    let body = wire::Reserve { format: holder.format.into(), want: 2.into() };
+    world.send(holder.id, Verb::Reserve, |w| _ = w.put(&body));
+    world.broker.outputs();
+    let held = world.broker.state.pool.credit_of(holder.id);
+    assert_eq!(held.len(), 2);
+    let (many, one) = world.crowd();
+    world.until_due(&many, one);
+    for waiter in [first, second] {
+        world.reserve(waiter, 1);
+        assert!(world.broker.is_waiting(waiter.id), "it lets the one that is due go first");
+    }
+    // Places that need zeros, because another process had them: so the answers wait for the worker once more.
+    world.send(holder.id, Verb::Free, |w| {
+        w.put(&wire::Free { count: 2.into(), reserved: 0.into() }).put_blocks(held);
+    });
+    world.granted.clear();
+    for _ in 0..200 {
+        if !world.jobs.is_empty() {
+            world.work();
+        }
+        world.all_ask(&many);
+    }
+    for waiter in [one, first, second] {
+        assert!(world.granted.iter().any(|(to, _)| *to == waiter.id), "{waiter:?} has no answer");
+    }
+    world.broker.verify().unwrap();
+}
+
+#[test]
+fn zeros_for_a_connection_that_has_ended_are_not_written() {
+    let scrub = |world: &mut World| {
+        let at = world.jobs.iter().position(|job| matches!(job, Job::Scrub { .. })).unwrap();
+        let job = world.jobs.remove(at).unwrap();
+        match job.run(&*world.heap) {
+            Done::Scrubbed { result, .. } => result,
+            other => panic!("{other:?}"),
+        }
+    };
+    for ends in [false, true] {
+        let mut world = World::new(&[]);
+        let [before, after] = [(); 2].map(|()| world.party(1, 40));
+        world.reserve(before, 1);
+        world.reserve(after, 1);
+        assert!(world.broker.is_waiting(after.id), "for zeros");
+        if ends {
+            world.broker.disconnect(after.id);
+            world.listen();
+        }
+        assert_eq!(scrub(&mut world).is_err(), ends);
+        world.broker.verify().unwrap();
+    }
 }
