@@ -11,9 +11,9 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::waits::Lack;
-use super::{Broker, Refused, Reply};
+use super::{Broker, Refused, Reply, Session, State};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, SessionId, Tenant};
-use crate::pool::{Block, Cut, Extent, Slot};
+use crate::pool::{Block, Cut, Slot};
 use crate::seldom::seldom;
 use crate::wire::{self, Event, Fault, Verdict};
 
@@ -173,22 +173,25 @@ impl Broker {
         }
     }
 
-    /// Blocks that other sessions of the tenant hold, or have been promised.
-    fn held_by_sessions(&self, tenant: Tenant, format: FormatId, but: SessionId) -> u64 {
-        let refs = |block: Block| if let Block::Held { refs, .. } = block { refs } else { 0 };
-        let pool = &self.state.pool;
-        let owned = pool.extents().values().filter_map(Extent::owned);
-        let slots = owned.filter(|o| (o.tenant, o.format) == (tenant, format)).flat_map(|o| &o.slots);
-        let held = slots.filter(|slot| refs(slot.block) > 0).count() as u64;
-        // Each table names a place once: what has one reference and is in this one is in no other.
-        let own = self.state.sessions.get(&but).map(|s| &s.table).into_iter().flatten();
-        let alone = own.filter(|b| pool.check_claim(**b).is_ok_and(|block| refs(block) == 1)).count() as u64;
-        let others = self
-            .state
-            .sessions
-            .iter()
-            .filter(|(id, s)| **id != but && (s.tenant, s.format) == (tenant, format));
-        held.saturating_sub(alone) + others.map(|(_, s)| u64::from(s.promised)).sum::<u64>()
+    /// Blocks that other sessions of the tenant hold, or have been promised. Looks at the pool and at one table, not at all
+    /// tables: forks name the same blocks again and again.
+    pub(super) fn held_by_sessions(&self, tenant: Tenant, format: FormatId, but: SessionId) -> u64 {
+        let State { pool, sessions, .. } = &self.state;
+        // The pool counts tables and windows.
+        let tables = |block: &BlockId| match pool.check_claim(*block) {
+            Ok(Block::Held { refs, .. }) => refs - self.windows.over(block.place),
+            _ => 0,
+        };
+        let owned = pool.extents().iter().filter_map(|(id, e)| Some((*id, e.owned()?)));
+        let owned = owned.filter(|(_, o)| (o.tenant, o.format) == (tenant, format));
+        let held = owned.flat_map(|(id, o)| o.blocks(id, |b| matches!(b, Block::Held { .. })));
+        let held = held.filter(|block| tables(block) > 0).count();
+        // A table names a block once: what is in this one and in one only is in no other.
+        let alone = sessions.get(&but).map_or(0, |s| s.table.iter().filter(|b| tables(b) == 1).count());
+        let of_others =
+            |(id, s): &(&SessionId, &Session)| **id != but && (s.tenant, s.format) == (tenant, format);
+        let promised = sessions.iter().filter(of_others).map(|(_, s)| u64::from(s.promised));
+        (held - alone) as u64 + promised.sum::<u64>()
     }
 
     /// Asks sessions of lower priority to make room, if that would do. They are asked once; when their time is up they
@@ -207,15 +210,16 @@ impl Broker {
         let key = (victims.len(), tenant, cut.format);
         let others = self.promised(tenant, cut.format).saturating_sub(own.into());
         let enough = |reached: u64| reached.saturating_sub(others) >= least;
-        let known = self.curves.as_ref().and_then(|curves| curves.get(&key)).cloned();
-        let curve = known.unwrap_or_else(|| {
-            // While requests are tried again the next one may need more of it.
-            let until = |reached| self.curves.is_none() && enough(reached);
-            Arc::new(self.curve(victims, tenant, cut, until))
-        });
-        if let Some(curves) = &mut self.curves {
-            curves.insert(key, curve.clone());
-        }
+        let curve = match self.curves.as_ref().and_then(|curves| curves.get(&key)) {
+            Some(known) => known.clone(),
+            None => {
+                // While requests are tried again the next one may need more of it.
+                let until = |reached| self.curves.is_none() && enough(reached);
+                let curve = Arc::new(self.curve(victims, tenant, cut, until));
+                self.curves.as_mut().and_then(|curves| curves.insert(key, curve.clone()));
+                curve
+            }
+        };
         if enough(curve.now) {
             // Enough is on its way: its holders have only to give it back.
             return false;

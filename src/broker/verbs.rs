@@ -721,7 +721,7 @@ impl Broker {
             |id: &SessionId| self.state.sessions[id].table.iter().any(|b| b.place.extent == extent);
         let in_credit = || {
             let owned = self.state.pool.extents().get(&extent).and_then(Extent::owned);
-            owned.is_some_and(|o| o.slots.iter().any(|slot| slot.block == Block::Credit(client)))
+            owned.is_some_and(|o| o.blocks(extent, |b| b == Block::Credit(client)).next().is_some())
         };
         if self.client(client).sessions.iter().any(in_table) || in_credit() {
             return Err(Refused::bad(format!("{extent} has blocks of this connection in use")));

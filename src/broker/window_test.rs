@@ -669,6 +669,20 @@ fn draining_goes_on_with_windows_of_sessions_that_go_on() {
 }
 
 #[test]
+fn a_sessions_own_windows_are_nobody_elses_blocks() {
+    let mut w = World::new();
+    (0..3).for_each(|_| assert!(w.grow(0)));
+    w.window(0, 0, 2, None).unwrap();
+    w.window(0, 1, 2, None).unwrap();
+    let ids: Vec<SessionId> = w.broker.state.sessions.keys().copied().collect();
+    let (mine, other) =
+        (ids.iter().find(|id| !w.broker.state.sessions[id].table.is_empty()).unwrap(), ids.last().unwrap());
+    let s = &w.broker.state.sessions[mine];
+    assert_eq!(w.broker.held_by_sessions(s.tenant, s.format, *mine), 0);
+    assert_eq!(w.broker.held_by_sessions(s.tenant, s.format, *other), s.table.len() as u64);
+}
+
+#[test]
 fn a_session_that_was_closed_gets_no_window() {
     let mut w = World::new();
     assert!(w.grow(0));

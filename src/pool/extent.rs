@@ -102,7 +102,7 @@ impl Owned {
     }
 
     /// The names of its blocks that are `such`; the extent itself is called `extent`.
-    pub(super) fn blocks(
+    pub(crate) fn blocks(
         &self,
         extent: ExtentId,
         such: impl Fn(Block) -> bool,
