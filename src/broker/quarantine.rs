@@ -110,6 +110,7 @@ impl Broker {
             self.jobs.push_back(Job::Allocate { bytes });
         }
         self.end_late_sessions(now);
+        self.end_late_hold(now);
         self.give_up_holds();
         self.end_late_lookups(now);
         self.look_for_kept_copies();
@@ -121,7 +122,8 @@ impl Broker {
         let kept = self.absent.kept.values().filter(|k| k.buffer.is_some()).map(|k| k.due);
         let deadlines =
             self.next_reclaim().into_iter().chain(self.next_hold_deadline()).chain(self.lookups_wait_until());
-        let others = self.next_look_for_copies().into_iter().chain(self.next_rest());
+        let others =
+            self.next_look_for_copies().into_iter().chain(self.next_rest()).chain(self.waits.next_end());
         kept.chain(self.absent.missing.due).chain(deadlines).chain(others).min()
     }
 

@@ -4,7 +4,6 @@
 //! driver reads no other of it ([`Broker::is_waiting`]); a reply that hands over blocks leaves after the zeros in them are
 //! written, and if they cannot be, nothing of the grant is left.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -253,7 +252,6 @@ impl Broker {
 
     /// Tries requests again that waited for extents.
     pub(super) fn retry(&mut self) {
-        self.curves = Some(BTreeMap::new());
         let waits = |(client, w): (&ClientId, &Waiting)| match w {
             Waiting::Extents(_) => Some(*client),
             Waiting::Zeros { .. } | Waiting::Window { .. } => None,
@@ -267,16 +265,10 @@ impl Broker {
             let message = message.clone();
             self.waiting.remove(&client);
             // What follows from an answer follows once, after all: else the tries would nest.
-            let refused = self.state.counters.refusals;
             self.answer(client, &message);
             if !matches!(self.waiting.get(&client), Some(Waiting::Extents(_))) {
-                // Whoever is refused leaves all as it was.
-                if self.state.counters.refusals == refused {
-                    self.curves = Some(BTreeMap::new());
-                }
-                self.stirred |= self.waits.serve(client, tenant);
+                self.stirred |= self.waits.serve(client, tenant, self.absent.clock);
             }
         }
-        self.curves = None;
     }
 }
