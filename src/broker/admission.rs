@@ -197,7 +197,8 @@ impl Broker {
     /// end ([`Broker::tick`]).
     pub(super) fn reclaim(&mut self, priority: u8, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> bool {
         let chosen = self.who_must_end(priority, tenant, cut, own, least);
-        let new: Vec<SessionId> = chosen.iter().copied().filter(|id| !self.reclaims.contains_key(id)).collect();
+        let new: Vec<SessionId> =
+            chosen.iter().copied().filter(|id| !self.reclaims.contains_key(id)).collect();
         if !new.is_empty() {
             self.walks().reorder();
         }
@@ -214,14 +215,7 @@ impl Broker {
 
     /// The sessions whose end would do, as few as possible of those that were asked already, then the least important, then the
     /// youngest. None if all of them would not do, and none if enough is on its way: its holders have only to give it back.
-    fn who_must_end(
-        &self,
-        priority: u8,
-        tenant: Tenant,
-        cut: &Cut,
-        own: u32,
-        least: u64,
-    ) -> Vec<SessionId> {
+    fn who_must_end(&self, priority: u8, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> Vec<SessionId> {
         let lower = |(_, s): &(&SessionId, &Session)| s.priority < priority && !s.table.is_empty();
         let victims = self.state.sessions.iter().filter(lower);
         let sessions = victims.clone().count();
@@ -245,8 +239,7 @@ impl Broker {
             })
         };
         emptied.count(self, idle.into_iter().filter(|e| !usable(e)));
-        let enough =
-            |e: &Emptied| self.reach(tenant, cut, own, e.extents.iter().copied()) >= least;
+        let enough = |e: &Emptied| self.reach(tenant, cut, own, e.extents.iter().copied()) >= least;
         let mut chosen = Vec::new();
         let mut before = usize::MAX;
         loop {
@@ -368,7 +361,9 @@ impl Emptied {
     /// These are without a block in use. The tenant gets others' only as far as these have more than they must keep.
     fn count(&mut self, broker: &Broker, extents: impl IntoIterator<Item = ExtentId>) {
         for extent in extents {
-            let Some(owner) = broker.state.pool.extents()[&extent].owned().map(|o| o.tenant) else { continue };
+            let Some(owner) = broker.state.pool.extents()[&extent].owned().map(|o| o.tenant) else {
+                continue;
+            };
             let surplus = self.surplus.entry(owner).or_insert_with(|| broker.surplus(owner));
             if owner == self.tenant || *surplus > 0 {
                 *surplus = surplus.saturating_sub(1);

@@ -276,7 +276,8 @@ impl Broker {
     fn note_missing(&mut self, error: &HeapError) {
         let missing = self.missing_extents();
         if missing > self.absent.missing.said {
-            log::warn!(
+            seldom!(
+                warn,
                 "{missing} of {} extents are missing, and are asked for again: {error}",
                 self.state.wanted_extents
             );
@@ -295,7 +296,8 @@ impl Broker {
                 let expected = &mut self.absent.missing.expected;
                 *expected = expected.saturating_sub(1);
                 let missing = self.missing_extents();
-                log::info!(
+                seldom!(
+                    info,
                     "an extent that was missing is there; {missing} of {} are not",
                     self.state.wanted_extents
                 );

@@ -14,6 +14,7 @@ use super::{Broker, Declined, Descriptor, Job, Output};
 use crate::heap::Buffer;
 use crate::id::{BlockId, ClientId, ExtentId, SessionId};
 use crate::pool::ClaimError;
+use crate::seldom::seldom;
 use crate::window::How;
 use crate::wire::{self, Event, Fault, Verb, WireError, Writer};
 
@@ -245,7 +246,7 @@ impl Broker {
         for extent in extents {
             self.state.pool.remove_holder(extent, client);
         }
-        log::error!("zeroing blocks for client {} failed: {error}", client.0);
+        seldom!(error, "zeroing blocks for client {} failed: {error}", client.0);
         let why = Refused::new(Fault::BrokerFault, format!("the blocks could not be zeroed: {error}"));
         self.refuse(client, verb as u16, sequence, &why);
     }

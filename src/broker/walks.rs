@@ -2,8 +2,8 @@
 //! cached blocks of extents with nothing else in them.
 //!
 //! Owns what was found, and of which state of the pool and the index it is true. Invariant: nothing is read here that was found
-//! before either changed: so sixty requests that wait cost one walk, and not sixty
-//! (`cargo test --lib what_sixty_requests_wait_for_is_walked_once`).
+//! before either changed: so sixty requests that wait cost one walk, not sixty
+//! (`cargo test --lib walks`).
 
 use std::cell::RefMut;
 use std::collections::{BTreeMap, HashMap, VecDeque};
@@ -154,3 +154,6 @@ impl Endings {
         emptied
     }
 }
+
+#[cfg(test)]
+mod tests;
