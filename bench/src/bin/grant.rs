@@ -1,5 +1,8 @@
 //! Row `grant`: blocks granted by a running broker, over the bare ping-pong: two processes that send each other messages
 //! of the same sizes, with as many descriptors, over the same kind of socket.
+//!
+//! Both pairs lie on the processors in the same way, all on one or each side on one of its own: left to itself, a kernel keeps
+//! the two of the bare pair on one, and wakes the daemon on another that sleeps, which costs more than all that is measured.
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -11,7 +14,9 @@ use kvbroker::profile::Profile;
 use kvbroker::seqpacket::SeqPacket;
 use kvbroker::wire::{self, GrantedBlock, Reader, Verb, Writer};
 use kvbroker_bench::{at_most, reported};
+use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket, socketpair};
+use nix::unistd::Pid;
 
 fn main() -> io::Result<()> {
     let mut arguments = std::env::args().skip(1);
@@ -110,15 +115,45 @@ impl Drop for Peer {
     }
 }
 
+/// Where who asks runs, and where who answers does.
+#[derive(Debug, Clone, Copy)]
+struct Placement {
+    ours: usize,
+    theirs: usize,
+}
+
+fn run_on(processor: usize) -> io::Result<()> {
+    let mut one = CpuSet::new();
+    one.set(processor)?;
+    Ok(sched_setaffinity(Pid::from_raw(0), &one)?)
+}
+
+impl Placement {
+    /// What is started meanwhile stays where who answers is to run.
+    fn start<T>(self, start: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
+        run_on(self.theirs)?;
+        let started = start()?;
+        run_on(self.ours)?;
+        Ok(started)
+    }
+}
+
 fn measure(directory: &Path) -> io::Result<()> {
-    for (extent, blocks) in [("3M", 1), ("3M", 16), ("3M", 64), ("block", 64), ("block", 253)] {
-        grants(directory, extent, blocks)?;
+    let all = sched_getaffinity(Pid::from_raw(0))?;
+    let mut usable = (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu) == Ok(true));
+    let ours = usable.next().expect("this runs somewhere");
+    let placements =
+        [Some(ours), usable.next()].into_iter().flatten().map(|theirs| Placement { ours, theirs });
+    for placement in placements {
+        for (extent, blocks) in [("3M", 1), ("3M", 16), ("3M", 64), ("block", 64), ("block", 253)] {
+            grants(directory, extent, blocks, placement)?;
+        }
     }
     Ok(())
 }
 
-fn grants(directory: &Path, extent: &str, blocks: u32) -> io::Result<()> {
-    let mut broker = Peer::broker(directory, extent)?;
+fn grants(directory: &Path, extent: &str, blocks: u32, placement: Placement) -> io::Result<()> {
+    let mut broker = placement.start(|| Peer::broker(directory, extent))?;
     let hello =
         wire::Hello { magic: wire::MAGIC.into(), version: wire::VERSION.into(), label: wire::label("bench") };
     broker.call(Verb::Hello, 0, |w| _ = w.put(&hello))?;
@@ -132,7 +167,7 @@ fn grants(directory: &Path, extent: &str, blocks: u32) -> io::Result<()> {
         + size_of::<wire::Grant>()
         + descriptors as usize * size_of::<wire::ExtentInfo>()
         + blocks as usize * size_of::<GrantedBlock>();
-    let mut bare = Peer::echo(reply, descriptors as usize)?;
+    let mut bare = placement.start(|| Peer::echo(reply, descriptors as usize))?;
     let mut request = Writer::request(Verb::Grow, 1, 1);
     request.put(&grow);
     let request = request.finish();
@@ -187,16 +222,21 @@ fn grants(directory: &Path, extent: &str, blocks: u32) -> io::Result<()> {
         times[times.len() / 2].as_secs_f64() * 1e6
     };
     let (grant, bounce) = (median(&mut granted), median(&mut bounced));
-    let name = match strict {
+    let mut name = match strict {
         true => format!("grant/strict-{blocks}"),
         false => format!("grant/{blocks}"),
     };
+    let apart = placement.ours != placement.theirs;
+    if apart {
+        name += "-apart";
+    }
+    let place = if apart { "each side on a processor of its own" } else { "all on one processor" };
     let note = format!(
-        "{grant:.1} us against {bounce:.1} us, {reply} bytes and {descriptors} descriptors back; median of {}",
+        "{grant:.1} us against {bounce:.1} us, {reply} bytes and {descriptors} descriptors back, {place}; median of {}",
         granted.len()
     );
     at_most(&name, grant / bounce, 1.25, format!("over the bare seqpacket ping-pong: {note}"));
-    if blocks == 64 && !strict {
+    if blocks == 64 && !strict && !apart {
         reported("grant/per-block", grant / f64::from(blocks), "us", "whole grant path in a batch of 64");
     }
     Ok(())
