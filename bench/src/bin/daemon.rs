@@ -18,6 +18,7 @@ use kvbroker::heap::{Heap, Memfd};
 use kvbroker::profile::Profile;
 use kvbroker::seqpacket::SeqPacket;
 use kvbroker::wire::{self, Reader, Verb, Writer};
+use kvbroker_bench::placement::Placement;
 use kvbroker_bench::{Cmp, Figure, at_most, reported};
 use nix::sys::eventfd::{EfdFlags, EventFd};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
@@ -44,7 +45,7 @@ fn main() -> io::Result<()> {
 fn measure(directory: &Path) -> io::Result<()> {
     start_to_ready(directory)?;
     idle(directory)?;
-    dead_client(directory)?;
+    Placement::each(|placement| dead_client(directory, placement))?;
     neighbours(directory)
 }
 
@@ -175,9 +176,9 @@ fn idle(directory: &Path) -> io::Result<()> {
 
 /// From the hang-up of a client that holds 64 blocks until another one is told that they are free, its question and
 /// answer included.
-fn dead_client(directory: &Path) -> io::Result<()> {
+fn dead_client(directory: &Path, placement: Placement) -> io::Result<()> {
     const ROUNDS: usize = 200;
-    let (daemon, _) = Daemon::start(directory, "")?;
+    let (daemon, _) = placement.start(|| Daemon::start(directory, ""))?;
     let mut witness = Raw::connect(&daemon.socket)?;
     let format = witness.greet()?;
     let all = witness.room(format)?;
@@ -195,33 +196,36 @@ fn dead_client(directory: &Path) -> io::Result<()> {
         times.push(began.elapsed().as_secs_f64());
         drop(granted);
     }
-    let wake = wake_up()?;
+    let wake = wake_up(placement)?;
     let back = median(times);
     at_most(
-        "daemon/dead-client",
+        format!("daemon/dead-client{}", placement.suffix()),
         back / wake,
         20.0,
         format!(
-            "hang-up to the answer that shows the blocks free, {:.1} us, over a wake-up through an eventfd, {:.1} us; medians of \
-             {ROUNDS}",
+            "hang-up to the answer that shows the blocks free, {:.1} us, over a wake-up through an eventfd, {:.1} us, {}; \
+             medians of {ROUNDS}",
             back * 1e6,
-            wake * 1e6
+            wake * 1e6,
+            placement.words()
         ),
     );
     Ok(())
 }
 
 /// One thread wakes another, and that one the first: half of it.
-fn wake_up() -> io::Result<f64> {
+fn wake_up(placement: Placement) -> io::Result<f64> {
     const ROUNDS: usize = 2000;
     let make = || EventFd::from_value_and_flags(0, EfdFlags::EFD_CLOEXEC).map_err(io::Error::from);
     let (there, back) = (make()?, make()?);
     std::thread::scope(|scope| {
-        scope.spawn(|| {
-            for _ in 0..ROUNDS {
-                let _ = there.read().and_then(|_| back.write(1));
-            }
-        });
+        placement.start(|| {
+            Ok(scope.spawn(|| {
+                for _ in 0..ROUNDS {
+                    let _ = there.read().and_then(|_| back.write(1));
+                }
+            }))
+        })?;
         let mut times = Vec::new();
         for _ in 0..ROUNDS {
             let began = Instant::now();

@@ -1,8 +1,7 @@
 //! Row `grant`: blocks granted by a running broker, over the bare ping-pong: two processes that send each other messages
 //! of the same sizes, with as many descriptors, over the same kind of socket.
 //!
-//! Both pairs lie on the processors in the same way, all on one or each side on one of its own: left to itself, a kernel keeps
-//! the two of the bare pair on one, and wakes the daemon on another that sleeps, which costs more than all that is measured.
+//! Both pairs lie on the processors in the same way: see [`kvbroker_bench::placement`].
 
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
@@ -13,10 +12,9 @@ use std::time::{Duration, Instant};
 use kvbroker::profile::Profile;
 use kvbroker::seqpacket::SeqPacket;
 use kvbroker::wire::{self, GrantedBlock, Reader, Verb, Writer};
+use kvbroker_bench::placement::Placement;
 use kvbroker_bench::{at_most, reported};
-use nix::sched::{CpuSet, sched_getaffinity, sched_setaffinity};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket, socketpair};
-use nix::unistd::Pid;
 
 fn main() -> io::Result<()> {
     let mut arguments = std::env::args().skip(1);
@@ -115,36 +113,8 @@ impl Drop for Peer {
     }
 }
 
-/// Where who asks runs, and where who answers does.
-#[derive(Debug, Clone, Copy)]
-struct Placement {
-    ours: usize,
-    theirs: usize,
-}
-
-fn run_on(processor: usize) -> io::Result<()> {
-    let mut one = CpuSet::new();
-    one.set(processor)?;
-    Ok(sched_setaffinity(Pid::from_raw(0), &one)?)
-}
-
-impl Placement {
-    /// What is started meanwhile stays where who answers is to run.
-    fn start<T>(self, start: impl FnOnce() -> io::Result<T>) -> io::Result<T> {
-        run_on(self.theirs)?;
-        let started = start()?;
-        run_on(self.ours)?;
-        Ok(started)
-    }
-}
-
 fn measure(directory: &Path) -> io::Result<()> {
-    let all = sched_getaffinity(Pid::from_raw(0))?;
-    let mut usable = (0..CpuSet::count()).filter(|cpu| all.is_set(*cpu) == Ok(true));
-    let ours = usable.next().expect("this runs somewhere");
-    let placements =
-        [Some(ours), usable.next()].into_iter().flatten().map(|theirs| Placement { ours, theirs });
-    for placement in placements {
+    for placement in Placement::all()? {
         for (extent, blocks) in [("3M", 1), ("3M", 16), ("3M", 64), ("block", 64), ("block", 253)] {
             grants(directory, extent, blocks, placement)?;
         }
@@ -226,17 +196,14 @@ fn grants(directory: &Path, extent: &str, blocks: u32, placement: Placement) -> 
         true => format!("grant/strict-{blocks}"),
         false => format!("grant/{blocks}"),
     };
-    let apart = placement.ours != placement.theirs;
-    if apart {
-        name += "-apart";
-    }
-    let place = if apart { "each side on a processor of its own" } else { "all on one processor" };
+    name += placement.suffix();
     let note = format!(
-        "{grant:.1} us against {bounce:.1} us, {reply} bytes and {descriptors} descriptors back, {place}; median of {}",
+        "{grant:.1} us against {bounce:.1} us, {reply} bytes and {descriptors} descriptors back, {}; median of {}",
+        placement.words(),
         granted.len()
     );
     at_most(&name, grant / bounce, 1.25, format!("over the bare seqpacket ping-pong: {note}"));
-    if blocks == 64 && !strict && !apart {
+    if blocks == 64 && !strict && !placement.is_apart() {
         reported("grant/per-block", grant / f64::from(blocks), "us", "whole grant path in a batch of 64");
     }
     Ok(())
