@@ -10,6 +10,7 @@ use std::collections::BTreeMap;
 use std::time::{Duration, Instant};
 
 use super::waits::Lack;
+use super::walks::Without;
 use super::{Broker, Refused, Reply, Session, State};
 use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
 use crate::pool::{Block, Cut};
@@ -196,63 +197,68 @@ impl Broker {
     /// Asks sessions of lower priority to make room, if that would do. They are asked once; when their time is up they
     /// end ([`Broker::tick`]).
     pub(super) fn reclaim(&mut self, priority: u8, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> bool {
-        let chosen = self.who_must_end(priority, tenant, cut, own, least);
-        let new: Vec<SessionId> =
-            chosen.iter().copied().filter(|id| !self.reclaims.contains_key(id)).collect();
-        if !new.is_empty() {
-            self.walks().reorder();
+        let Some(more) = self.who_must_end(priority, tenant, cut, own, least) else { return false };
+        if !more.is_empty() {
+            self.others_are_asked();
         }
         let deadline = self.absent.clock + Duration::from_millis(self.policy.reclaim_ms.into());
-        for id in new {
+        for id in more {
             self.reclaims.insert(id, deadline);
             self.state.counters.reclaims += 1;
             let (session, deadline_ms) = (id.number.into(), self.policy.reclaim_ms.into());
             let body = wire::ReclaimSession { session, deadline_ms, reserved: 0.into() };
             self.tell(self.state.sessions[&id].client, Event::ReclaimSession, id.number, &body);
         }
-        !chosen.is_empty()
+        true
     }
 
-    /// The sessions whose end would do, as few as possible of those that were asked already, then the least important, then the
-    /// youngest. None if all of them would not do, and none if enough is on its way: its holders have only to give it back.
-    fn who_must_end(&self, priority: u8, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> Vec<SessionId> {
-        let lower = |(_, s): &(&SessionId, &Session)| s.priority < priority && !s.table.is_empty();
-        let victims = self.state.sessions.iter().filter(lower);
-        let sessions = victims.clone().count();
-        if sessions == 0 {
-            return Vec::new();
-        }
-        let order = || {
-            let rank = |(id, s): (&SessionId, &Session)| {
-                (!self.reclaims.contains_key(id), s.priority, std::cmp::Reverse(s.born), *id)
-            };
-            let mut all: Vec<_> = victims.map(rank).collect();
-            all.sort_unstable();
-            all.into_iter().map(|(.., id)| id).collect()
-        };
-        let mut emptied = Emptied { tenant, surplus: BTreeMap::new(), extents: Vec::new() };
-        let idle = self.walks().idle(&self.state, sessions, order).to_vec();
+    /// The sessions whose end would do, beside those that were asked already: the least important, then the youngest, as few as
+    /// possible. `None` if all of them would not do, and if enough is on its way: its holders have only to give it back.
+    fn who_must_end(
+        &self,
+        priority: u8,
+        tenant: Tenant,
+        cut: &Cut,
+        own: u32,
+        least: u64,
+    ) -> Option<Vec<SessionId>> {
         // What the tenant could use as it is does not count.
         let usable = |e: &ExtentId| {
             self.state.pool.extents()[e].owned().is_some_and(|o| {
                 (o.tenant, o.format) == (tenant, cut.format) && (o.free + o.cached) as usize == o.slots.len()
             })
         };
-        emptied.count(self, idle.into_iter().filter(|e| !usable(e)));
-        let enough = |e: &Emptied| self.reach(tenant, cut, own, e.extents.iter().copied()) >= least;
-        let mut chosen = Vec::new();
-        let mut before = usize::MAX;
-        loop {
-            if before != emptied.extents.len() && enough(&emptied) {
-                return chosen;
-            }
-            before = emptied.extents.len();
-            let Some((id, extents)) = self.walks().step(&self.state, sessions, chosen.len()).cloned() else {
-                return Vec::new();
-            };
-            chosen.push(id);
-            emptied.count(self, extents);
+        let idle: Vec<ExtentId> = self.emptied(Without::None).into_iter().filter(|e| !usable(e)).collect();
+        let enough =
+            |emptied: &Emptied| self.reach(tenant, cut, own, emptied.extents.iter().copied()) >= least;
+        let would_do = |without| {
+            let all = self.emptied(without).into_iter().filter(|e| !usable(e));
+            enough(&Emptied::new(self, tenant, all))
+        };
+        if would_do(Without::None) || !would_do(Without::Below(priority)) {
+            return None;
         }
+        if would_do(Without::Asked(priority)) {
+            return Some(Vec::new());
+        }
+        let victims = self.state.sessions.iter();
+        let victims = victims.filter(|(_, s)| s.priority < priority && !s.table.is_empty());
+        let mut order: Vec<_> = victims
+            .map(|(id, s)| (!self.reclaims.contains_key(id), s.priority, std::cmp::Reverse(s.born), *id))
+            .collect();
+        order.sort_unstable();
+        let mut emptied = Emptied::new(self, tenant, idle);
+        let mut chosen = Vec::new();
+        for (id, extents) in self.endings(order.into_iter().map(|(.., id)| id).collect()) {
+            chosen.push(id);
+            let before = emptied.extents.len();
+            emptied.count(self, extents);
+            if emptied.extents.len() > before && enough(&emptied) {
+                chosen.retain(|id| !self.reclaims.contains_key(id));
+                return Some(chosen);
+            }
+        }
+        None
     }
 
     /// When the next session's time is up.
@@ -358,6 +364,12 @@ struct Emptied {
 }
 
 impl Emptied {
+    fn new(broker: &Broker, tenant: Tenant, extents: impl IntoIterator<Item = ExtentId>) -> Self {
+        let mut emptied = Emptied { tenant, surplus: BTreeMap::new(), extents: Vec::new() };
+        emptied.count(broker, extents);
+        emptied
+    }
+
     /// These are without a block in use. The tenant gets others' only as far as these have more than they must keep.
     fn count(&mut self, broker: &Broker, extents: impl IntoIterator<Item = ExtentId>) {
         for extent in extents {

@@ -1,16 +1,16 @@
-//! Long walks, each made once for all who ask the same: over the tables of sessions that may be asked to end, and over the
-//! cached blocks of extents with nothing else in them.
+//! Long walks, each made once for all who ask the same: over the tables of all sessions, and over the cached blocks of extents
+//! with nothing else in them.
 //!
 //! Owns what was found, and of which state of the pool and the index it is true. Invariant: nothing is read here that was found
-//! before either changed: so sixty requests that wait cost one walk, not sixty
+//! before either changed: so sixty requests that wait cost one walk, not sixty, whatever their priorities
 //! (`cargo test --lib walks`).
 
 use std::cell::RefMut;
-use std::collections::{BTreeMap, HashMap, VecDeque};
+use std::collections::{BTreeMap, HashMap};
 
 use foldhash::fast::RandomState;
 
-use super::{Broker, State};
+use super::{Broker, Session, State};
 use crate::id::{ExtentId, Place, SessionId};
 use crate::pool::{Block, Slot};
 
@@ -19,56 +19,51 @@ use crate::pool::{Block, Slot};
 pub(super) struct Walks {
     /// When all of this was found: the changes of the pool and of the index until then.
     at: (u64, u64),
-    /// By how many sessions may be asked: without a change of the pool that says which.
-    endings: BTreeMap<usize, Endings>,
+    held: Option<Held>,
     /// Whether every cached block of these can be evicted.
     evictable: BTreeMap<ExtentId, bool>,
-    /// Cached blocks that were looked at, and names in tables.
+    /// Names in tables, and cached blocks, that were looked at.
     #[cfg(test)]
     pub looked: u64,
 }
 
-impl Walks {
-    /// Extents without a block in use, before any of as many `sessions` as may be asked has ended. They end as `order` says.
-    pub fn idle(
-        &mut self,
-        state: &State,
-        sessions: usize,
-        order: impl FnOnce() -> VecDeque<SessionId>,
-    ) -> &[ExtentId] {
-        &self.endings.entry(sessions).or_insert_with(|| Endings::new(state, order())).idle
-    }
+/// Who holds what. An extent stands in one of both, or in none where something holds a block of it that is no table.
+#[derive(Debug, Default)]
+struct Held {
+    /// Without a block in use.
+    idle: Vec<ExtentId>,
+    /// With blocks that sessions hold, and nobody else.
+    by_sessions: Vec<(ExtentId, Sessions)>,
+}
 
-    /// Which of these `sessions` ends as the `n`th from 0, and the extents that are without a block in use then and were not
-    /// before. `None` when there is none any more.
-    pub fn step(&mut self, state: &State, sessions: usize, n: usize) -> Option<&(SessionId, Vec<ExtentId>)> {
-        let endings = self.endings.get_mut(&sessions)?;
-        while endings.steps.len() <= n {
-            let id = endings.rest.pop_front()?;
-            #[cfg(test)]
-            {
-                self.looked += state.sessions[&id].table.len() as u64;
-            }
-            let emptied = endings.without(state, id);
-            endings.steps.push((id, emptied));
-        }
-        endings.steps.get(n)
-    }
+/// The sessions that hold blocks of an extent.
+#[derive(Debug, Clone, Copy)]
+struct Sessions {
+    /// The highest priority of them.
+    priority: u8,
+    /// All of them have been asked to make room.
+    asked: bool,
+}
 
-    /// Sessions have been asked that had not been: from now on they are asked in another order.
-    pub fn reorder(&mut self) {
-        self.endings.clear();
-    }
+/// Which sessions are thought to have ended.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Without {
+    /// None.
+    None,
+    /// Those below this priority that were asked to make room.
+    Asked(u8),
+    /// All below this priority.
+    Below(u8),
 }
 
 impl Broker {
     /// What was found in the state as it is now.
-    pub(super) fn walks(&self) -> RefMut<'_, Walks> {
+    fn walks(&self) -> RefMut<'_, Walks> {
         let at = (self.state.pool.changes(), self.state.prefixes.changes());
         let mut walks = self.walks.borrow_mut();
         if walks.at != at {
             walks.at = at;
-            walks.endings.clear();
+            walks.held = None;
             walks.evictable.clear();
         }
         walks
@@ -91,32 +86,71 @@ impl Broker {
         walks.evictable.insert(extent, found);
         found
     }
+
+    /// Sessions have been asked to make room that had not been.
+    pub(super) fn others_are_asked(&mut self) {
+        self.walks.get_mut().held = None;
+    }
+
+    /// The extents without a block in use if these sessions had ended.
+    pub(super) fn emptied(&self, without: Without) -> Vec<ExtentId> {
+        let mut walks = self.walks();
+        if walks.held.is_none() {
+            let mut tables = Tables::new(&self.state);
+            for (id, s) in &self.state.sessions {
+                tables.without(&self.state, s, self.reclaims.contains_key(id));
+            }
+            #[cfg(test)]
+            {
+                walks.looked += tables.looked;
+            }
+            walks.held = Some(tables.into_held());
+        }
+        let Some(Held { idle, by_sessions }) = &walks.held else { return Vec::new() };
+        let goes = |sessions: &Sessions| match without {
+            Without::None => false,
+            Without::Asked(below) => sessions.asked && sessions.priority < below,
+            Without::Below(below) => sessions.priority < below,
+        };
+        let theirs = by_sessions.iter().filter(|(_, sessions)| goes(sessions)).map(|(extent, _)| extent);
+        idle.iter().chain(theirs).copied().collect()
+    }
+
+    /// Which extents are without a block in use after each of these sessions, if they end in this order: those that were not
+    /// before. Looks at a table when it is asked for the step.
+    pub(super) fn endings(&self, order: Vec<SessionId>) -> impl Iterator<Item = (SessionId, Vec<ExtentId>)> {
+        let mut tables = Tables::new(&self.state);
+        order.into_iter().map(move |id| {
+            let emptied = tables.without(&self.state, &self.state.sessions[&id], false);
+            #[cfg(test)]
+            {
+                self.walks.borrow_mut().looked += std::mem::take(&mut tables.looked);
+            }
+            (id, emptied)
+        })
+    }
 }
 
-/// Which extents are without a block in use, after each of some sessions that may be asked to end. One look at the pool, and
-/// then at one table after the other, as far as somebody wants to know.
-#[derive(Debug)]
-struct Endings {
-    /// Without any session's end.
+/// Tables, taken away one after the other.
+struct Tables {
     idle: Vec<ExtentId>,
-    /// Those looked at so far, with the extents that nobody else has a block in use of.
-    steps: Vec<(SessionId, Vec<ExtentId>)>,
-    /// Those not looked at yet.
-    rest: VecDeque<SessionId>,
-    /// Extents that only tables and windows keep in use.
     in_use: HashMap<ExtentId, InUse, RandomState>,
+    #[cfg(test)]
+    looked: u64,
 }
 
-#[derive(Debug)]
+/// An extent with blocks that tables or windows hold.
 struct InUse {
-    /// Blocks of it.
+    /// So many.
     blocks: u32,
     /// How many of its references each slot has lost.
     lost: Vec<u32>,
+    sessions: Sessions,
 }
 
-impl Endings {
-    fn new(state: &State, rest: VecDeque<SessionId>) -> Self {
+impl Tables {
+    /// All of them are there. Extents with credit or pinned blocks are left out: no session's end empties them.
+    fn new(state: &State) -> Self {
         let (mut idle, mut in_use) = (Vec::new(), HashMap::default());
         for (&extent, e) in state.pool.extents().iter() {
             let Some(o) = e.owned() else { continue };
@@ -125,21 +159,33 @@ impl Endings {
                 continue;
             }
             let is_held = |s: &&Slot| matches!(s.block, Block::Held { refs: 1.., .. });
-            match o.slots.iter().filter(is_held).count() as u32 {
-                0 => idle.push(extent),
-                blocks => {
-                    _ = in_use.insert(extent, InUse { blocks, lost: vec![0; o.slots.len()] });
-                }
+            let blocks = o.slots.iter().filter(is_held).count() as u32;
+            if blocks == 0 {
+                idle.push(extent);
+                continue;
             }
+            let (lost, sessions) = (vec![0; o.slots.len()], Sessions { priority: 0, asked: true });
+            in_use.insert(extent, InUse { blocks, lost, sessions });
         }
-        Endings { idle, steps: Vec::new(), rest, in_use }
+        Tables {
+            idle,
+            in_use,
+            #[cfg(test)]
+            looked: 0,
+        }
     }
 
-    /// A table goes.
-    fn without(&mut self, state: &State, id: SessionId) -> Vec<ExtentId> {
+    /// A table goes. The extents that are without a block in use with that.
+    fn without(&mut self, state: &State, session: &Session, asked: bool) -> Vec<ExtentId> {
         let mut emptied = Vec::new();
-        for place in state.sessions[&id].table.iter().map(|block| block.place) {
+        for place in session.table.iter().map(|block| block.place) {
+            #[cfg(test)]
+            {
+                self.looked += 1;
+            }
             let Some(in_use) = self.in_use.get_mut(&place.extent) else { continue };
+            in_use.sessions.priority = in_use.sessions.priority.max(session.priority);
+            in_use.sessions.asked &= asked;
             let Some(lost) = in_use.lost.get_mut(place.slot as usize) else { continue };
             let Some(Slot { block: Block::Held { refs, .. }, .. }) = state.pool.slot(place) else { continue };
             *lost += 1;
@@ -152,6 +198,13 @@ impl Endings {
             }
         }
         emptied
+    }
+
+    /// All of them have gone.
+    fn into_held(self) -> Held {
+        let emptied = self.in_use.into_iter().filter(|(_, in_use)| in_use.blocks == 0);
+        let by_sessions: BTreeMap<_, _> = emptied.map(|(extent, in_use)| (extent, in_use.sessions)).collect();
+        Held { idle: self.idle, by_sessions: by_sessions.into_iter().collect() }
     }
 }
 

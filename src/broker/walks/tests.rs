@@ -93,21 +93,26 @@ fn what_many_requests_wait_for_is_walked_once() {
     let rest = report(NAMES - credit.len() as u32, &credit);
     let grow = wire::Grow { report: rest, want: 0.into(), least: 0.into() };
     ask(&mut broker, low, Verb::Grow, session, |w| _ = w.put(&grow).put_blocks(credit)).unwrap().unwrap();
-    let waiting: Vec<_> = (0..30).map(|i| client(&mut broker, 1, 33 + i)).collect();
-    for (id, format) in &waiting {
-        let reserve = wire::Reserve { format: format.format, want: 2.into() };
-        let answer = ask(&mut broker, *id, Verb::Reserve, 0, |w| _ = w.put(&reserve));
+    let mut waiting = Vec::new();
+    for i in 0..30 {
+        let (id, format) = client(&mut broker, 1, 33 + i);
+        let open = wire::Open { format: format.format, priority: (2 + i).into(), ..wire::Open::default() };
+        let opened = ask(&mut broker, id, Verb::Open, 0, |w| _ = w.put(&open)).unwrap().unwrap();
+        let session = Reader::new("opened", &opened).one::<wire::Opened>().unwrap().session.get();
+        let grow = wire::Grow { report: report(0, &[]), want: 2.into(), least: 2.into() };
+        let answer = ask(&mut broker, id, Verb::Grow, session, |w| _ = w.put(&grow));
         assert_eq!(answer, None, "it waits until the session has made room");
+        waiting.push(id);
     }
     let looked = |broker: &Broker| broker.walks.borrow().looked;
-    // Once before the session is asked to make room, and once since.
-    assert_eq!(looked(&broker), 2 * u64::from(NAMES));
+    // Once to see that it would do, once to choose who is asked, and once since then, whatever their priorities.
+    assert_eq!(looked(&broker), 3 * u64::from(NAMES));
     // All who wait are tried again, and nothing has changed.
     for _ in 0..10 {
         broker.retry();
     }
-    assert_eq!(looked(&broker), 2 * u64::from(NAMES));
-    assert!(waiting.iter().all(|(id, _)| broker.is_waiting(*id)));
+    assert_eq!(looked(&broker), 3 * u64::from(NAMES));
+    assert!(waiting.iter().all(|id| broker.is_waiting(*id)));
 }
 
 #[test]
