@@ -6,11 +6,10 @@
 use std::sync::Mutex;
 
 use super::client::layer_number;
-use super::client::versioned;
 use super::error::Code;
 use super::process::Birth;
 use super::session::{first_of, kvb_session, read};
-use super::sized::{self, Versioned};
+use super::sized::{self, versioned};
 use super::{Failure, aligned, at, elements, hand_out, number, status, take_back};
 use crate::attention::{Element, Scratch, Shape, attention_heads};
 

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::error::Code;
 use super::process::Birth;
-use super::sized::{self, Versioned};
+use super::sized::{self, versioned};
 use super::{Failure, aligned, at, border, elements, hand_out, status, take_back, text};
 use crate::client::{Client, ClientOptions, EmbeddedOptions, GroupedProfile};
 use crate::model::{KvType, ModelShape};
@@ -59,22 +59,6 @@ impl kvb_profile {
 
 /// `credit_ahead`: nothing ahead of need.
 pub(super) const NO_CREDIT_AHEAD: u32 = u32::MAX;
-
-macro_rules! versioned {
-    ($($(#[$meta:meta])* struct $name:ident { $($field:ident: $ty:ty,)* })*) => {$(
-        $(#[$meta])*
-        #[derive(Debug, Clone, Copy)]
-        #[repr(C)]
-        #[allow(missing_docs)]
-        pub struct $name { pub size: usize, $(pub $field: $ty,)* }
-        // SAFETY: repr(C), `size` first, integers, floats and raw pointers only.
-        unsafe impl Versioned for $name {
-            // None has grown yet. One that does keeps the size that it had, or programs built before it are refused.
-            const FIRST: usize = size_of::<$name>();
-        }
-    )*};
-}
-pub(super) use versioned;
 
 versioned! {
     /// See the header.

@@ -125,6 +125,23 @@ unsafe fn elements<'a, T>(pointer: *const T, count: usize, what: &str) -> Result
     Ok(unsafe { std::slice::from_raw_parts(pointer, count) })
 }
 
+/// Copies as much of a text as fits, whole characters, with a zero byte at the end; nothing where `size` is 0.
+///
+/// # Safety
+/// `to` has room for `size` bytes.
+unsafe fn copy_text(words: &str, to: *mut c_char, size: usize) {
+    let Some(room) = size.checked_sub(1) else { return };
+    let mut end = words.len().min(room);
+    while !words.is_char_boundary(end) {
+        end -= 1;
+    }
+    // SAFETY: `end` is below `size`; the words are ours, so they lie elsewhere.
+    unsafe {
+        to.cast::<u8>().copy_from_nonoverlapping(words.as_ptr(), end);
+        to.add(end).write(0);
+    }
+}
+
 /// Gives C a handle.
 ///
 /// # Safety

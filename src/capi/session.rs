@@ -6,10 +6,10 @@
 use std::ffi::{c_char, c_void};
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
-use super::client::{kvb_profile, layer_number, versioned};
+use super::client::{kvb_profile, layer_number};
 use super::error::Code;
 use super::process::Birth;
-use super::sized::{self, Versioned};
+use super::sized::{self, versioned};
 use super::{Failure, aligned, at, border, count, elements, hand_out, number, status, take_back, text};
 use crate::client::{Admission, GroupedSession, OpenOptions, SessionStats};
 use crate::profile::Kv;

@@ -7,12 +7,12 @@ use std::ffi::c_char;
 use std::os::fd::{AsRawFd, IntoRawFd};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-use super::client::{layer_number, versioned};
+use super::client::layer_number;
 use super::error::Code;
 use super::process::Birth;
 use super::session::{self, kv, kvb_session};
-use super::sized::{self, Versioned};
-use super::{Failure, aligned, at, border, count, hand_out, number, status, take_back};
+use super::sized::{self, versioned};
+use super::{Failure, aligned, at, border, copy_text, count, hand_out, number, status, take_back};
 use crate::client::{Batch, Error, GroupedSession, Session, Window, WindowOptions, WindowPlace};
 use crate::window::{How, What};
 
@@ -171,11 +171,13 @@ pub unsafe extern "C" fn kvb_session_window(
                 Failure::invalid(format!("how {code}: KVB_WINDOW_AUTO is 0, the ways are 1 to 4"))
             })?),
         };
-        if given.flags & !READ_ONLY != 0 || given.reserved != 0 {
-            return Err(Failure::invalid(format!(
-                "kvb_window_options: flags {:#x} are not known",
-                given.flags
-            )));
+        if given.flags & !READ_ONLY != 0 {
+            let text = format!("kvb_window_options: flags {:#x} are not known", given.flags);
+            return Err(Failure::invalid(text));
+        }
+        if given.reserved != 0 {
+            let text = format!("kvb_window_options.reserved is {}: it must be 0", given.reserved);
+            return Err(Failure::invalid(text));
         }
         let capacity = Some(number(given.capacity, "capacity")?).filter(|c| *c > 0);
         let options = WindowOptions { how, read_only: given.flags & READ_ONLY != 0, capacity };
@@ -289,15 +291,8 @@ pub unsafe extern "C" fn kvb_window_declined(
         let lines = lines.join("\n");
         if size > 0 {
             aligned(text, "text")?;
-            let mut end = lines.len().min(size - 1);
-            while !lines.is_char_boundary(end) {
-                end -= 1;
-            }
-            // SAFETY: the header asks for `size` bytes; `end` is below that, and leaves room for the zero.
-            unsafe {
-                text.cast::<u8>().copy_from_nonoverlapping(lines.as_ptr(), end);
-                text.add(end).write(0);
-            }
+            // SAFETY: the header asks for room for `size` bytes.
+            unsafe { copy_text(&lines, text, size) };
         }
         count(lines.len())
     })
