@@ -42,6 +42,14 @@ impl kvb_client {
     }
 }
 
+impl kvb_client {
+    /// For tests that need a broker with more than an embedded one of C has.
+    #[cfg(test)]
+    pub(super) fn over(client: Client) -> Self {
+        kvb_client { birth: Birth::now(), client }
+    }
+}
+
 impl kvb_profile {
     /// # Safety
     /// `handle` is NULL or a profile that is not closed.
@@ -472,7 +480,7 @@ pub unsafe extern "C" fn kvb_profile_plane(
         // SAFETY: the header asks for a handle that is not closed.
         let profile = unsafe { kvb_profile::get(profile)? };
         aligned(out, "out")?;
-        let kv = super::session::kv(kv)?;
+        let kv = super::session::plane(kv)?;
         let plane = profile.profile.planes(layer_number(&profile.profile, layer)?)[kv as usize];
         // SAFETY: `out` was checked; a kvb_plane has no size in front and is never longer.
         unsafe { out.write(kvb_plane { offset: plane.offset, stride: plane.stride, row: plane.row }) };

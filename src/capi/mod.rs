@@ -226,6 +226,28 @@ mod tests {
         }
     }
 
+    /// Of these structures: the name, and the size that passed first.
+    macro_rules! first_sizes {
+        ($($name:ident)*) => { [$((stringify!($name), <$name as sized::Versioned>::FIRST),)*] };
+    }
+
+    #[test]
+    #[cfg(target_pointer_width = "64")]
+    fn every_structure_takes_the_size_that_it_had_in_the_first_header() {
+        let sizes = first_sizes! {
+            kvb_error kvb_client_options kvb_embedded_options kvb_client_info kvb_geometry kvb_profile_info kvb_room
+            kvb_open_options kvb_admission kvb_stats kvb_map kvb_view kvb_window_options kvb_window_info kvb_batch
+            kvb_attention_call
+        };
+        // Programs out there say these numbers: none ever changes, whatever is added to a structure.
+        let first = [32, 24, 24, 40, 64, 48, 40, 40, 24, 72, 56, 40, 56, 72, 40, 80];
+        assert_eq!(sizes.map(|(_, size)| size), first, "{sizes:?}");
+        // In the header's order, and none is missing.
+        let header = include_str!("../../include/kvbroker.h").split("typedef struct ");
+        let sized = header.filter_map(|text| text.split_once(" {\n    size_t size;"));
+        assert!(sized.map(|(name, _)| name).eq(sizes.iter().map(|(name, _)| *name)));
+    }
+
     #[test]
     fn texts_are_cut_between_characters() {
         let _ = error::keep(Failure::invalid("阀门"));
