@@ -480,7 +480,8 @@ KVB_API KVB_MUST_CHECK int kvb_session_view(kvb_session *session, uint32_t layer
 /* ------------------------------------------------------------------------------------- windows for devices --- */
 
 /* One contiguous range for a device, an NPU, over the scattered blocks of a session. docs/npu.md says which way works with
- * which driver. A window must be closed before its session, and only when the device is done with it. */
+ * which driver. Close it when the device is done with it, and before its session: a session's end is the window's end too,
+ * of which only the handle is left to close then. */
 typedef struct kvb_window kvb_window;
 
 /* The ways to make one. */

@@ -564,10 +564,12 @@ mod tests {
                 refused(kvb_window_close(w), Code::InUse, "another thread uses this window");
                 refused(kvb_window_extend(w, one, 32), Code::InUse, "another thread uses this window");
             }
-            assert_eq!((kvb_window_close(w), kvb_window_close(of_other)), (0, 0));
+            assert_eq!(kvb_window_close(w), 0);
             for session in [one, same, other] {
                 assert_eq!(kvb_session_close(session), 0);
             }
+            // Its session has gone before it: handles may be closed in any order.
+            assert_eq!(kvb_window_close(of_other), 0);
             assert_eq!(kvb_client_close(client), 0);
         }
     }
