@@ -7,7 +7,9 @@
 //! space of ASCII. So no control (Cc), no format character (Cf: joiners, the controls of writing direction, tags, annotations,
 //! joiners of hieroglyphs), no separator of lines or paragraphs (Zl, Zp), no other space (Zs), nothing of private use (Co), and
 //! nothing that is not assigned (Cn), as of the Unicode version of `unicode-properties` (18.0): what comes later is `?` until
-//! that is newer. Then there are the few that have a category of what is seen, and are blank: `BLANK`.
+//! that is newer. Then there are the few that have a category of what is seen, and are blank: `BLANK`. And what changes its
+//! neighbours only, and would be seen by nobody beside others, is shown where it does: of marks [`MARKS`] at most in a row,
+//! and what stacks letters (`STACKERS`) behind one of its script.
 
 use unicode_properties::{GeneralCategoryGroup, UnicodeGeneralCategory};
 
@@ -38,6 +40,18 @@ const BLANK: [(u32, u32); 15] = [
     (0xe_0100, 0xe_01ef),
 ];
 
+/// Characters that put the next letter under the one before, and cannot be seen by themselves: those with the value
+/// Invisible_Stacker (IndicSyllabicCategory.txt), the joiner of Tifinagh, and the thick letter selector of Duployan. Words of
+/// Burmese and Khmer have them, so they are not blank everywhere.
+const STACKERS: [u32; 15] = [
+    0x1039, 0x17d2, 0x1a60, 0x2d7f, 0xaaf6, 0x1_0a3f, 0x1_1133, 0x1_13d0, 0x1_193e, 0x1_1a47, 0x1_1a99,
+    0x1_1d45, 0x1_1d97, 0x1_1f42, 0x1_bc9d,
+];
+
+/// The marks that are shown in a row. Tibetan and Vietnamese need three on one letter; a hundred of them cover the lines above
+/// and below.
+const MARKS: usize = 4;
+
 /// Whether a character must not reach a terminal or a log: a control, or one that cannot be seen.
 pub fn is_tricky(c: char) -> bool {
     if c.is_ascii() {
@@ -50,15 +64,29 @@ pub fn is_tricky(c: char) -> bool {
     }
 }
 
+/// What is shown of a text, one character for each, `?` where it plays tricks but for what is `kept`.
+fn harmless(text: &str, kept: impl Fn(char) -> bool) -> impl Iterator<Item = char> {
+    let (mut before, mut marks) = ('\0', 0);
+    text.chars().map(move |c| {
+        let is_mark = c.general_category_group() == GeneralCategoryGroup::Mark;
+        marks = if is_mark { marks + 1 } else { 0 };
+        // The halves of a block are as fine as scripts are for this.
+        let script = |c: char| u32::from(c) >> 7;
+        let stacks = STACKERS.contains(&u32::from(c)) && script(before) != script(c);
+        before = c;
+        let tricky = is_tricky(c) || stacks || marks > MARKS;
+        if tricky && !kept(c) { '?' } else { c }
+    })
+}
+
 /// `text` with `?` for every character that plays tricks, the end of a line included: for what is one line.
 pub fn plain(text: &str) -> String {
-    text.chars().map(|c| if is_tricky(c) { '?' } else { c }).collect()
+    harmless(text, |_| false).collect()
 }
 
 /// `text`, cut to `most` characters; characters that play tricks, but not the end of a line, become `?`.
 pub(crate) fn shown(text: &str, most: usize) -> String {
-    let harmless = |c: char| if is_tricky(c) && c != '\n' { '?' } else { c };
-    let kept: String = text.chars().take(most).map(harmless).collect();
+    let kept: String = harmless(text, |c| c == '\n').take(most).collect();
     if text.chars().nth(most).is_some() { kept + "..." } else { kept }
 }
 
@@ -88,6 +116,18 @@ mod tests {
         {
             assert_eq!(plain(good), good);
         }
+    }
+
+    #[test]
+    fn what_stacks_letters_is_shown_in_its_script_only_and_of_marks_four_in_a_row() {
+        for word in ["မန္တလေး", "ភ្នំពេញ", "हिन्दी", "ภาษาไทยนี้", "Việt"]
+        {
+            assert_eq!(plain(word), word);
+        }
+        let apart: String = STACKERS.iter().flat_map(|code| ['a', char::from_u32(*code).unwrap()]).collect();
+        assert_eq!(plain(&apart), "a?".repeat(STACKERS.len()));
+        let many = format!("a{}b\u{301}", "\u{301}".repeat(100));
+        assert_eq!(plain(&many), format!("a{}{}b\u{301}", "\u{301}".repeat(4), "?".repeat(96)));
     }
 
     #[test]

@@ -7,13 +7,12 @@
 //! process agrees or ends, or until its whole extent is emptied under it.
 
 use std::collections::BTreeMap;
-use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use super::waits::Lack;
 use super::{Broker, Refused, Reply, Session, State};
-use crate::id::{BlockId, ClientId, ExtentId, FormatId, Place, SessionId, Tenant};
-use crate::pool::{Block, Cut, Slot};
+use crate::id::{BlockId, ClientId, ExtentId, FormatId, SessionId, Tenant};
+use crate::pool::{Block, Cut};
 use crate::seldom::seldom;
 use crate::wire::{self, Event, Fault, Verdict};
 
@@ -197,77 +196,63 @@ impl Broker {
     /// Asks sessions of lower priority to make room, if that would do. They are asked once; when their time is up they
     /// end ([`Broker::tick`]).
     pub(super) fn reclaim(&mut self, priority: u8, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> bool {
-        let mut victims: Vec<(u8, bool, std::cmp::Reverse<u64>, SessionId)> = Vec::new();
-        for (id, s) in &self.state.sessions {
-            if s.priority < priority && !s.table.is_empty() {
-                let asked = self.reclaims.contains_key(id);
-                victims.push((s.priority, !asked, std::cmp::Reverse(s.born), *id));
-            }
+        let chosen = self.who_must_end(priority, tenant, cut, own, least);
+        let new: Vec<SessionId> =
+            chosen.iter().copied().filter(|id| !self.reclaims.contains_key(id)).collect();
+        if !new.is_empty() {
+            self.walks().reorder();
         }
-        if victims.is_empty() {
-            return false;
-        }
-        let key = (victims.len(), tenant, cut.format);
-        let others = self.promised(tenant, cut.format).saturating_sub(own.into());
-        let enough = |reached: u64| reached.saturating_sub(others) >= least;
-        let curve = match self.curves.as_ref().and_then(|curves| curves.get(&key)) {
-            Some(known) => known.clone(),
-            None => {
-                // While requests are tried again the next one may need more of it.
-                let until = |reached| self.curves.is_none() && enough(reached);
-                let curve = Arc::new(self.curve(victims, tenant, cut, until));
-                self.curves.as_mut().and_then(|curves| curves.insert(key, curve.clone()));
-                curve
-            }
-        };
-        if enough(curve.now) {
-            // Enough is on its way: its holders have only to give it back.
-            return false;
-        }
-        let Some(last) = curve.steps.iter().position(|(_, reached)| enough(*reached)) else { return false };
-        let chosen: Vec<SessionId> = curve.steps[..=last].iter().map(|(id, _)| *id).collect();
         let deadline = self.absent.clock + Duration::from_millis(self.policy.reclaim_ms.into());
-        for id in chosen {
-            if self.reclaims.contains_key(&id) {
-                continue;
-            }
+        for id in new {
             self.reclaims.insert(id, deadline);
             self.state.counters.reclaims += 1;
             let (session, deadline_ms) = (id.number.into(), self.policy.reclaim_ms.into());
             let body = wire::ReclaimSession { session, deadline_ms, reserved: 0.into() };
             self.tell(self.state.sessions[&id].client, Event::ReclaimSession, id.number, &body);
         }
-        true
+        !chosen.is_empty()
     }
 
-    /// What the tenant would reach if these ended one after the other: those who were asked already first, then the least
-    /// important, then the youngest. Ends where `until` says so.
-    fn curve(
-        &self,
-        mut victims: Vec<(u8, bool, std::cmp::Reverse<u64>, SessionId)>,
-        tenant: Tenant,
-        cut: &Cut,
-        until: impl Fn(u64) -> bool,
-    ) -> Curve {
-        victims.sort_unstable_by_key(|(priority, new, born, _)| (*new, *priority, *born));
-        // As if nothing were promised to anybody: that is taken off by who reads it.
-        let all = u32::try_from(self.promised(tenant, cut.format)).unwrap_or(u32::MAX);
-        let reached = |emptied: &Emptied| self.reach(tenant, cut, all, emptied.extents.iter().copied());
-        let mut emptied = Emptied::now(self, tenant, cut);
-        let mut curve = Curve { now: reached(&emptied), steps: Vec::new() };
-        let mut last = curve.now;
-        for (_, _, _, id) in victims {
-            if until(last) {
-                break;
-            }
-            let before = emptied.extents.len();
-            emptied.without(self, &self.state.sessions[&id].table);
-            if emptied.extents.len() > before {
-                last = reached(&emptied);
-            }
-            curve.steps.push((id, last));
+    /// The sessions whose end would do, as few as possible of those that were asked already, then the least important, then the
+    /// youngest. None if all of them would not do, and none if enough is on its way: its holders have only to give it back.
+    fn who_must_end(&self, priority: u8, tenant: Tenant, cut: &Cut, own: u32, least: u64) -> Vec<SessionId> {
+        let lower = |(_, s): &(&SessionId, &Session)| s.priority < priority && !s.table.is_empty();
+        let victims = self.state.sessions.iter().filter(lower);
+        let sessions = victims.clone().count();
+        if sessions == 0 {
+            return Vec::new();
         }
-        curve
+        let order = || {
+            let rank = |(id, s): (&SessionId, &Session)| {
+                (!self.reclaims.contains_key(id), s.priority, std::cmp::Reverse(s.born), *id)
+            };
+            let mut all: Vec<_> = victims.map(rank).collect();
+            all.sort_unstable();
+            all.into_iter().map(|(.., id)| id).collect()
+        };
+        let mut emptied = Emptied { tenant, surplus: BTreeMap::new(), extents: Vec::new() };
+        let idle = self.walks().idle(&self.state, sessions, order).to_vec();
+        // What the tenant could use as it is does not count.
+        let usable = |e: &ExtentId| {
+            self.state.pool.extents()[e].owned().is_some_and(|o| {
+                (o.tenant, o.format) == (tenant, cut.format) && (o.free + o.cached) as usize == o.slots.len()
+            })
+        };
+        emptied.count(self, idle.into_iter().filter(|e| !usable(e)));
+        let enough = |e: &Emptied| self.reach(tenant, cut, own, e.extents.iter().copied()) >= least;
+        let mut chosen = Vec::new();
+        let mut before = usize::MAX;
+        loop {
+            if before != emptied.extents.len() && enough(&emptied) {
+                return chosen;
+            }
+            before = emptied.extents.len();
+            let Some((id, extents)) = self.walks().step(&self.state, sessions, chosen.len()).cloned() else {
+                return Vec::new();
+            };
+            chosen.push(id);
+            emptied.count(self, extents);
+        }
     }
 
     /// When the next session's time is up.
@@ -362,76 +347,28 @@ impl Broker {
     }
 }
 
-/// The blocks that a tenant could have of a format, what is promised to its sessions not taken off: now, and after each session
-/// that may be asked to end.
-#[derive(Debug)]
-pub(super) struct Curve {
-    now: u64,
-    steps: Vec<(SessionId, u64)>,
-}
-
-/// Extents that would be without a block in use if some sessions ended: one look at the pool, and then at the tables of
-/// those that are to end.
+/// What a tenant could have of extents that are without a block in use.
 struct Emptied {
     /// For whom.
     tenant: Tenant,
-    /// Blocks of each extent that only tables and windows keep in use, so many.
-    in_use: BTreeMap<ExtentId, u32>,
-    /// How many of its references each of these has lost.
-    lost: BTreeMap<Place, u32>,
     /// How many extents other tenants can still spare.
     surplus: BTreeMap<Tenant, u32>,
-    /// What the tenant could have of it, in the order in which it is found.
+    /// What it could have, in the order in which it is found.
     extents: Vec<ExtentId>,
 }
 
 impl Emptied {
-    /// Without any session's end. What the tenant could use as it is does not count.
-    fn now(broker: &Broker, tenant: Tenant, cut: &Cut) -> Self {
-        let (in_use, lost, surplus, extents) =
-            (BTreeMap::new(), BTreeMap::new(), BTreeMap::new(), Vec::new());
-        let mut emptied = Emptied { tenant, in_use, lost, surplus, extents };
-        for (&extent, e) in broker.state.pool.extents().iter() {
-            let Some(o) = e.owned() else { continue };
-            let own = (o.tenant, o.format) == (tenant, cut.format);
-            let usable = own && (o.free + o.cached) as usize == o.slots.len();
-            let stays = |s: &Slot| matches!(s.block, Block::Credit(_) | Block::Held { pinned: true, .. });
-            if usable || o.slots.iter().any(stays) {
+    /// These are without a block in use. The tenant gets others' only as far as these have more than they must keep.
+    fn count(&mut self, broker: &Broker, extents: impl IntoIterator<Item = ExtentId>) {
+        for extent in extents {
+            let Some(owner) = broker.state.pool.extents()[&extent].owned().map(|o| o.tenant) else {
                 continue;
+            };
+            let surplus = self.surplus.entry(owner).or_insert_with(|| broker.surplus(owner));
+            if owner == self.tenant || *surplus > 0 {
+                *surplus = surplus.saturating_sub(1);
+                self.extents.push(extent);
             }
-            let is_held = |s: &&Slot| matches!(s.block, Block::Held { refs: 1.., .. });
-            match o.slots.iter().filter(is_held).count() as u32 {
-                0 => emptied.count(broker, extent, o.tenant),
-                some => _ = emptied.in_use.insert(extent, some),
-            }
-        }
-        emptied
-    }
-
-    /// A table goes.
-    fn without(&mut self, broker: &Broker, table: &[BlockId]) {
-        for place in table.iter().map(|block| block.place) {
-            let Some(in_use) = self.in_use.get_mut(&place.extent) else { continue };
-            let Some(o) = broker.state.pool.extents()[&place.extent].owned() else { continue };
-            let Block::Held { refs, .. } = o.slots[place.slot as usize].block else { continue };
-            let lost = self.lost.entry(place).or_default();
-            *lost += 1;
-            if *lost < refs {
-                continue;
-            }
-            *in_use -= 1;
-            if *in_use == 0 {
-                self.count(broker, place.extent, o.tenant);
-            }
-        }
-    }
-
-    /// An extent is without a block in use. The tenant gets others' only as far as these have more than they must keep.
-    fn count(&mut self, broker: &Broker, extent: ExtentId, owner: Tenant) {
-        let surplus = self.surplus.entry(owner).or_insert_with(|| broker.surplus(owner));
-        if owner == self.tenant || *surplus > 0 {
-            *surplus = surplus.saturating_sub(1);
-            self.extents.push(extent);
         }
     }
 }

@@ -88,7 +88,7 @@ impl Broker {
         let Some(client) = self.state.clients.remove(&id) else { return };
         self.waiting.remove(&id);
         let last = self.state.clients.values().all(|c| c.tenant != client.tenant);
-        self.stirred |= self.waits.forget(id, client.tenant, last);
+        self.stirred |= self.waits.forget(id, client.tenant, last, self.absent.clock);
         self.orphan_windows(id);
         for session in client.sessions {
             self.end_session(session);

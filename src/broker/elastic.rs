@@ -5,6 +5,7 @@
 //! the pressure is gone, if the kernel has memory for it then, and is missing and asked for again if not.
 
 use super::{Broker, Waiting};
+use crate::seldom::seldom;
 
 impl Broker {
     /// The machine is short of memory: gives half of what can be given, so that a short spell costs little and a long one
@@ -21,7 +22,7 @@ impl Broker {
         let given = (0..extents).map_while(|_| self.lend_elastic()).count() as u32;
         self.state.counters.given_back += u64::from(given);
         if given > 0 {
-            log::info!("memory is short: {given} free extents go back to the kernel");
+            seldom!(info, "memory is short: {given} free extents go back to the kernel");
         }
         self.settle();
         given

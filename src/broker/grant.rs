@@ -277,10 +277,9 @@ impl Broker {
         let idle: Vec<_> = pool.idle(tenant, cut.format).into_iter().filter_map(owner).collect();
         let idle_first = idle.len();
         let evictable = |(_, e): &(Tenant, ExtentId)| {
-            let goes = |slot| self.state.prefixes.is_evictable(Place { extent: *e, slot });
             // Where nobody can be cut off, a block that may still be written waits until its writer says that it is not.
             let free_to_go = |o: &crate::pool::Owned| o.suspect == 0 || self.heap.revokes();
-            pool.extents()[e].owned().is_some_and(|o| free_to_go(o) && o.cached_slots().all(goes))
+            pool.extents()[e].owned().is_some_and(free_to_go) && self.all_evictable(*e)
         };
         let cold = pool.tenants().flat_map(|t| pool.cold(t).map(move |e| (t, e))).filter(evictable);
         let all: Vec<_> = idle.iter().copied().chain(cold).collect();

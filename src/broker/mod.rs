@@ -41,6 +41,7 @@ mod verbs;
 #[cfg(test)]
 mod verify_test;
 mod waits;
+mod walks;
 mod window;
 #[cfg(test)]
 mod window_test;
@@ -183,9 +184,8 @@ pub struct Broker {
     waits: waits::Waits,
     /// Sessions that were asked to make room, and when their time is up.
     reclaims: BTreeMap<SessionId, std::time::Instant>,
-    /// While requests are tried again, and until one of them is answered: what tenants could reach if sessions ended, by how many
-    /// could be asked. Nothing changes meanwhile, so one walk over their tables does for all who wait.
-    curves: Option<BTreeMap<(usize, Tenant, FormatId), Arc<admission::Curve>>>,
+    /// What was found by looking at all that tables name, or the index holds: see there.
+    walks: std::cell::RefCell<walks::Walks>,
     /// A session that was asked to make room has ended: who waits is to be tried again.
     stirred: bool,
     asked_back: BTreeMap<ExtentId, consent::Asked>,
@@ -271,7 +271,7 @@ impl Broker {
             waiting: BTreeMap::new(),
             waits: waits::Waits::default(),
             reclaims: BTreeMap::new(),
-            curves: None,
+            walks: std::cell::RefCell::default(),
             stirred: false,
             asked_back: BTreeMap::new(),
             store: None,

@@ -135,6 +135,8 @@ pub struct Prefixes {
     tree: Tree,
     // Derived from the tree.
     order: Order,
+    /// How often something has changed which blocks can be evicted.
+    changes: u64,
     /// Nodes that were visited on the way up a chain.
     #[cfg(test)]
     steps: u64,
@@ -232,6 +234,7 @@ impl Prefixes {
 
     /// Takes in a node that somebody holds.
     fn link(&mut self, name: Digest, node: Node) -> At {
+        self.changes += 1;
         let account = self.order.enter((node.tenant, node.format));
         let at = self.tree.insert(name, node, account);
         if let Some(up) = self.tree[at].up() {
@@ -268,6 +271,7 @@ impl Prefixes {
 
     /// Changes a node and everything that depends on whether it may be evicted.
     fn change(&mut self, at: At, change: impl FnOnce(&mut Node)) {
+        self.changes += 1;
         let Prefixes { tree, order, policy, .. } = self;
         let entry = &mut tree[at];
         if entry.listed {
@@ -461,6 +465,7 @@ impl Prefixes {
     }
 
     fn remove(&mut self, at: At) -> BlockId {
+        self.changes += 1;
         let Prefixes { tree, order, policy, .. } = self;
         let entry = &mut tree[at];
         if std::mem::replace(&mut entry.listed, false) {
@@ -492,6 +497,11 @@ impl Prefixes {
     /// How many blocks of all tenants can be evicted, one after the other.
     pub fn evictable_of_all(&self) -> u64 {
         self.order.evictable_of_all()
+    }
+
+    /// What [`is_evictable`](Self::is_evictable) said of any block is true while this stays the same.
+    pub fn changes(&self) -> u64 {
+        self.changes
     }
 
     /// Whether the block at `place` can be evicted, with what continues it.

@@ -110,6 +110,7 @@ impl Broker {
             self.jobs.push_back(Job::Allocate { bytes });
         }
         self.end_late_sessions(now);
+        self.end_late_hold(now);
         self.give_up_holds();
         self.end_late_lookups(now);
         self.look_for_kept_copies();
@@ -121,7 +122,8 @@ impl Broker {
         let kept = self.absent.kept.values().filter(|k| k.buffer.is_some()).map(|k| k.due);
         let deadlines =
             self.next_reclaim().into_iter().chain(self.next_hold_deadline()).chain(self.lookups_wait_until());
-        let others = self.next_look_for_copies().into_iter().chain(self.next_rest());
+        let others =
+            self.next_look_for_copies().into_iter().chain(self.next_rest()).chain(self.waits.next_end());
         kept.chain(self.absent.missing.due).chain(deadlines).chain(others).min()
     }
 
@@ -274,7 +276,8 @@ impl Broker {
     fn note_missing(&mut self, error: &HeapError) {
         let missing = self.missing_extents();
         if missing > self.absent.missing.said {
-            log::warn!(
+            seldom!(
+                warn,
                 "{missing} of {} extents are missing, and are asked for again: {error}",
                 self.state.wanted_extents
             );
@@ -293,7 +296,8 @@ impl Broker {
                 let expected = &mut self.absent.missing.expected;
                 *expected = expected.saturating_sub(1);
                 let missing = self.missing_extents();
-                log::info!(
+                seldom!(
+                    info,
                     "an extent that was missing is there; {missing} of {} are not",
                     self.state.wanted_extents
                 );

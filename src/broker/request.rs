@@ -4,7 +4,6 @@
 //! driver reads no other of it ([`Broker::is_waiting`]); a reply that hands over blocks leaves after the zeros in them are
 //! written, and if they cannot be, nothing of the grant is left.
 
-use std::collections::BTreeMap;
 use std::ops::Range;
 use std::os::fd::OwnedFd;
 use std::sync::Arc;
@@ -15,6 +14,7 @@ use super::{Broker, Declined, Descriptor, Job, Output};
 use crate::heap::Buffer;
 use crate::id::{BlockId, ClientId, ExtentId, SessionId};
 use crate::pool::ClaimError;
+use crate::seldom::seldom;
 use crate::window::How;
 use crate::wire::{self, Event, Fault, Verb, WireError, Writer};
 
@@ -246,14 +246,13 @@ impl Broker {
         for extent in extents {
             self.state.pool.remove_holder(extent, client);
         }
-        log::error!("zeroing blocks for client {} failed: {error}", client.0);
+        seldom!(error, "zeroing blocks for client {} failed: {error}", client.0);
         let why = Refused::new(Fault::BrokerFault, format!("the blocks could not be zeroed: {error}"));
         self.refuse(client, verb as u16, sequence, &why);
     }
 
     /// Tries requests again that waited for extents.
     pub(super) fn retry(&mut self) {
-        self.curves = Some(BTreeMap::new());
         let waits = |(client, w): (&ClientId, &Waiting)| match w {
             Waiting::Extents(_) => Some(*client),
             Waiting::Zeros { .. } | Waiting::Window { .. } => None,
@@ -267,16 +266,10 @@ impl Broker {
             let message = message.clone();
             self.waiting.remove(&client);
             // What follows from an answer follows once, after all: else the tries would nest.
-            let refused = self.state.counters.refusals;
             self.answer(client, &message);
             if !matches!(self.waiting.get(&client), Some(Waiting::Extents(_))) {
-                // Whoever is refused leaves all as it was.
-                if self.state.counters.refusals == refused {
-                    self.curves = Some(BTreeMap::new());
-                }
-                self.stirred |= self.waits.serve(client, tenant);
+                self.stirred |= self.waits.serve(client, tenant, self.absent.clock);
             }
         }
-        self.curves = None;
     }
 }

@@ -8,12 +8,15 @@
 //! - a request for the same tenant and format waits until then, one for another that would need clean extents likewise;
 //! - but never one that finds places in extents of its own, takes what was promised to its session, or what its tenant lacks
 //!   of its reserve: that was never the other's to use; nor one of higher priority;
-//! - of several that are due, the one that is tried first is the one for whom the others wait.
+//! - of several that are due, of one tenant or of all, the one that is tried first is the one for whom the others wait.
 //!
 //! Whoever is due is answered before long: a request waits only while what it lacks is on its way, or was asked for with a
-//! deadline, and is refused once that is no longer so.
+//! deadline, and is refused once that is no longer so. Its own tenant waits for it as long as that takes. But a deadline is
+//! somebody's word, and may be that of the same tenant's: so *other* tenants wait [`HOLD`] at once at most, then not again until
+//! [`REST`] times as long has passed, and whoever it is for, half the time nobody waits for another tenant's.
 
 use std::collections::BTreeMap;
+use std::time::{Duration, Instant};
 
 use super::Broker;
 use crate::id::{ClientId, FormatId, Tenant};
@@ -21,6 +24,13 @@ use crate::id::{ClientId, FormatId, Tenant};
 /// How often others may take what a waiting request could use, before it is due. Few, since whoever waits may need what 253
 /// others give up one by one; and some, since while one is due, what has come for it lies idle.
 const TURNS: u32 = 8;
+
+/// How long other tenants wait for a request that is due. Renewing a whole pool takes about as long on a small board.
+const HOLD: Duration = Duration::from_millis(250);
+
+/// How many times as long as others have waited for one of a tenant's requests they do not wait for the next: so one tenant's
+/// neighbours spend an eighth of their time waiting for it at most.
+const REST: u32 = 7;
 
 /// For what a request waits.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,6 +57,12 @@ pub(super) struct Waits {
     served: BTreeMap<Tenant, u64>,
     /// Those who wait for blocks; others wait for stored prefixes to be read.
     lacking: BTreeMap<ClientId, Lacking>,
+    /// The request that other tenants wait for, and since when.
+    hold: Option<(ClientId, Tenant, Instant)>,
+    /// Until when nobody waits for another tenant's request.
+    quiet: Option<Instant>,
+    /// Until when nobody waits for one of these tenants' but they themselves.
+    rest: BTreeMap<Tenant, Instant>,
 }
 
 impl Waits {
@@ -63,14 +79,53 @@ impl Waits {
         }
     }
 
-    /// The request for which others wait.
-    pub fn due(&self) -> Option<(ClientId, Lack)> {
-        let due = self.lacking.iter().filter(|(_, l)| l.overtaken >= TURNS);
-        let rank = |(client, l): &(&ClientId, &Lacking)| {
+    /// Those that are due, the one that is tried first at the front.
+    fn due(&self) -> Vec<(ClientId, Lack)> {
+        let mut due: Vec<_> = self.lacking.iter().filter(|(_, l)| l.overtaken >= TURNS).collect();
+        due.sort_by_key(|(client, l)| {
             let served = self.served.get(&l.lack.tenant).copied().unwrap_or(0);
             (served, self.since.get(client).copied().unwrap_or(0), **client)
-        };
-        due.min_by_key(rank).map(|(client, l)| (*client, l.lack))
+        });
+        due.into_iter().map(|(client, l)| (*client, l.lack)).collect()
+    }
+
+    /// The request of another tenant for which this one's wait.
+    fn due_of_others(&self, tenant: Tenant, now: Instant) -> Option<(ClientId, Lack)> {
+        if let Some((client, of, since)) = self.hold {
+            let lack = self.lacking.get(&client)?.lack;
+            return (of != tenant && now < since + HOLD).then_some((client, lack));
+        }
+        if self.quiet.is_some_and(|until| now < until) {
+            return None;
+        }
+        let rests = |tenant| self.rest.get(&tenant).is_some_and(|until| now < *until);
+        let first = self.due().into_iter().find(|(_, lack)| !rests(lack.tenant))?;
+        (first.1.tenant != tenant).then_some(first)
+    }
+
+    /// The request of the same tenant for which this one's wait.
+    fn due_of_its_own(&self, tenant: Tenant) -> Option<(ClientId, Lack)> {
+        self.due().into_iter().find(|(_, lack)| lack.tenant == tenant)
+    }
+
+    /// Another tenant waits for this one.
+    fn begin_hold(&mut self, client: ClientId, tenant: Tenant, now: Instant) {
+        self.rest.retain(|_, until| now < *until);
+        self.hold.get_or_insert((client, tenant, now));
+    }
+
+    /// Nobody waits any more for the request that other tenants waited for. Whether there was one.
+    fn end_hold(&mut self, now: Instant) -> bool {
+        let Some((_, tenant, since)) = self.hold.take() else { return false };
+        let held = now.saturating_duration_since(since).min(HOLD);
+        self.quiet = Some(now + held);
+        self.rest.insert(tenant, now + held * REST);
+        true
+    }
+
+    /// When other tenants have waited long enough.
+    pub fn next_end(&self) -> Option<Instant> {
+        self.hold.map(|(.., since)| since + HOLD)
     }
 
     /// A request has to wait, or still has to. A tenant that is not known yet counts as served just now: else whoever leaves
@@ -83,24 +138,27 @@ impl Waits {
 
     /// A request that has waited is answered. Whether others may have waited for that.
     #[must_use]
-    pub fn serve(&mut self, client: ClientId, tenant: Tenant) -> bool {
+    pub fn serve(&mut self, client: ClientId, tenant: Tenant, now: Instant) -> bool {
         self.clock += 1;
         self.since.remove(&client);
         self.served.insert(tenant, self.clock);
-        self.is_over(client)
+        self.is_over(client, now)
     }
 
     /// A client has gone, and `last` says whether it was its tenant's only one. Whether others may have waited for that.
     #[must_use]
-    pub fn forget(&mut self, client: ClientId, tenant: Tenant, last: bool) -> bool {
+    pub fn forget(&mut self, client: ClientId, tenant: Tenant, last: bool, now: Instant) -> bool {
         self.since.remove(&client);
         if last {
             self.served.remove(&tenant);
         }
-        self.is_over(client)
+        self.is_over(client, now)
     }
 
-    fn is_over(&mut self, client: ClientId) -> bool {
+    fn is_over(&mut self, client: ClientId, now: Instant) -> bool {
+        if self.hold.is_some_and(|(held_for, ..)| held_for == client) {
+            self.end_hold(now);
+        }
         self.lacking.remove(&client).is_some_and(|l| l.overtaken >= TURNS)
     }
 
@@ -116,20 +174,36 @@ impl Waits {
             all.extend(clients.into_iter().enumerate().map(|(round, (since, c))| (round, served, since, c)));
         }
         // Whoever is due comes before all: what the others would take waits for it.
-        let due = self.due().map(|(client, _)| client);
+        let due = self.hold.map(|(client, ..)| client).or_else(|| Some(self.due().first()?.0));
         all.sort_unstable_by_key(|(round, served, since, c)| (Some(*c) != due, *round, *served, *since, *c));
         all.into_iter().map(|(.., client)| client).collect()
     }
 }
 
 impl Broker {
-    /// Whether a request for `least` blocks, `own` of which are promised to it, has to wait until the one that is due has been
+    /// Whether a request for `least` blocks, `own` of which are promised to it, has to wait until one that is due has been
     /// answered.
-    pub(super) fn steps_aside(&self, client: ClientId, wants: Lack, own: u32, least: u64) -> bool {
-        let Some((due, lack)) = self.waits.due() else { return false };
-        if due == client || wants.priority > lack.priority || (least > 0 && u64::from(own) >= least) {
+    pub(super) fn steps_aside(&mut self, client: ClientId, wants: Lack, own: u32, least: u64) -> bool {
+        if least > 0 && u64::from(own) >= least {
             return false;
         }
+        let goes_first = |broker: &Broker, (due, lack): &(ClientId, Lack)| {
+            *due != client && wants.priority <= lack.priority && broker.could_use(lack, wants, own, least)
+        };
+        let its_own = self.waits.due_of_its_own(wants.tenant);
+        if its_own.is_some_and(|due| goes_first(self, &due)) {
+            return true;
+        }
+        let now = self.absent.clock;
+        let others = self.waits.due_of_others(wants.tenant, now).filter(|due| goes_first(self, due));
+        if let Some((due, lack)) = others {
+            self.waits.begin_hold(due, lack.tenant, now);
+        }
+        others.is_some()
+    }
+
+    /// Whether one who lacks could use what a request for `least` blocks would get.
+    fn could_use(&self, lack: &Lack, wants: Lack, own: u32, least: u64) -> bool {
         let Lack { tenant, format, .. } = wants;
         if (lack.tenant, lack.format) == (tenant, format) {
             return true;
@@ -142,6 +216,14 @@ impl Broker {
         let within = u64::from(self.state.pool.extents_of(tenant)) + extents <= u64::from(reserve);
         // At its limit the other could not use a clean extent, and waits for one of its own.
         extents > 0 && !(within && tenant != lack.tenant) && self.may_get(lack.tenant) > 0
+    }
+
+    /// Other tenants have waited long enough for one that is due.
+    pub(super) fn end_late_hold(&mut self, now: Instant) {
+        if self.waits.next_end().is_some_and(|end| end <= now) && self.waits.end_hold(now) {
+            self.stirred = true;
+            self.settle();
+        }
     }
 }
 

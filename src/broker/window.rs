@@ -31,6 +31,7 @@ use super::Broker;
 use crate::heap::Buffer;
 use crate::id::{BlockId, ClientId, ExtentId, Place, SessionId, Tenant};
 use crate::pool::Block;
+use crate::seldom::seldom;
 use crate::window::iommu::{Handle, Mapping, Space};
 use crate::window::iova::Iovas;
 use crate::window::{How, Means, What};
@@ -308,7 +309,8 @@ impl Broker {
             (Err(why), Some(window))
                 if matches!(self.windows.objects.get(&window), Some(Object::Leaving { .. })) =>
             {
-                log::error!(
+                seldom!(
+                    error,
                     "window {window} cannot be taken out of the device's reach: {}; its blocks stay out of use",
                     why.text
                 );

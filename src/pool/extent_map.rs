@@ -19,6 +19,8 @@ pub struct ExtentMap {
     /// Ids are the broker's own, counted up: the hash needs no key.
     at: std::collections::HashMap<ExtentId, usize, RandomState>,
     in_order: BTreeMap<ExtentId, usize>,
+    /// How often one was handed out to be changed.
+    changes: u64,
 }
 
 impl ExtentMap {
@@ -37,8 +39,14 @@ impl ExtentMap {
         self.kept.get(*self.at.get(id)?)
     }
 
+    /// What was read of any of them is true while this stays the same.
+    pub(super) fn changes(&self) -> u64 {
+        self.changes
+    }
+
     #[inline]
     pub(super) fn get_mut(&mut self, id: &ExtentId) -> Option<&mut Extent> {
+        self.changes += 1;
         self.kept.get_mut(*self.at.get(id)?)
     }
 
@@ -52,6 +60,7 @@ impl ExtentMap {
     }
 
     pub(super) fn insert(&mut self, id: ExtentId, extent: Extent) {
+        self.changes += 1;
         self.remove(&id);
         let at = self.kept.insert(extent);
         self.at.insert(id, at);
@@ -59,6 +68,7 @@ impl ExtentMap {
     }
 
     pub(super) fn remove(&mut self, id: &ExtentId) -> Option<Extent> {
+        self.changes += 1;
         let at = self.at.remove(id)?;
         self.in_order.remove(id);
         Some(self.kept.remove(at))
@@ -92,7 +102,7 @@ impl Index<&ExtentId> for ExtentMap {
     }
 }
 
-/// Where they are kept is no part of what they are.
+/// Where they are kept, and how often they have changed, is no part of what they are.
 impl PartialEq for ExtentMap {
     fn eq(&self, other: &Self) -> bool {
         self.len() == other.len() && self.iter().eq(other.iter())

@@ -112,6 +112,11 @@ impl Pool {
         &self.extents
     }
 
+    /// What was read of any extent is true while this stays the same.
+    pub fn changes(&self) -> u64 {
+        self.extents.changes()
+    }
+
     /// Where every byte is.
     pub fn ledger(&self) -> &Ledger {
         &self.books.ledger

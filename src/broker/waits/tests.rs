@@ -2,6 +2,7 @@
 
 use std::collections::VecDeque;
 use std::sync::Arc;
+use std::time::Duration;
 
 use super::*;
 use crate::broker::{Done, Job, Peer, Policy, TenantPolicy};
@@ -12,7 +13,7 @@ use crate::wire::{self, Fault, GrantedBlock, Reader, Verb, WireBlock, Writer};
 
 #[test]
 fn one_of_mine_is_tried_before_a_second_of_anybody_however_many_came_before_me() {
-    let mut waits = Waits::default();
+    let (mut waits, now) = (Waits::default(), Instant::now());
     let (many, me) = (Tenant(4001), Tenant(4002));
     let mut waiting: Vec<(Tenant, ClientId)> = (1..=40).map(|id| (many, ClientId(id))).collect();
     waiting.push((me, ClientId(41)));
@@ -24,35 +25,35 @@ fn one_of_mine_is_tried_before_a_second_of_anybody_however_many_came_before_me()
         let tenant = if first == ClientId(41) { me } else { many };
         mine += u32::from(tenant == me);
         assert!((mine * 2).abs_diff(turn) <= 1, "of {turn} extents {mine} were mine");
-        assert!(!waits.serve(first, tenant));
+        assert!(!waits.serve(first, tenant, now));
         waits.begin(first, tenant);
     }
 }
 
 #[test]
 fn who_leaves_and_comes_again_is_not_first_because_of_it() {
-    let mut waits = Waits::default();
+    let (mut waits, now) = (Waits::default(), Instant::now());
     let (me, other) = ((Tenant(4002), ClientId(1)), Tenant(4001));
     waits.begin(me.1, me.0);
     for id in 2..=10 {
         let again = (other, ClientId(id));
         waits.begin(again.1, again.0);
         assert_eq!(waits.order([again, me].into_iter()), [me.1, again.1]);
-        assert!(!waits.serve(again.1, other));
-        assert!(!waits.forget(again.1, other, true));
+        assert!(!waits.serve(again.1, other, now));
+        assert!(!waits.forget(again.1, other, true, now));
     }
     assert!(waits.since.len() == 1 && waits.served.len() == 1, "nothing is kept of who is gone");
 }
 
 #[test]
 fn of_one_tenant_whoever_waits_longest_is_first_although_it_was_tried_before() {
-    let mut waits = Waits::default();
+    let (mut waits, now) = (Waits::default(), Instant::now());
     for id in [3, 1, 2, 3] {
         waits.begin(ClientId(id), Tenant(7));
     }
     let all = || [1, 2, 3].map(|id| (Tenant(7), ClientId(id))).into_iter();
     assert_eq!(waits.order(all()), [3, 1, 2].map(ClientId));
-    assert!(!waits.serve(ClientId(3), Tenant(7)));
+    assert!(!waits.serve(ClientId(3), Tenant(7), now));
     waits.begin(ClientId(3), Tenant(7));
     assert_eq!(waits.order(all()), [1, 2, 3].map(ClientId));
 }
@@ -187,7 +188,7 @@ impl World {
 
     fn until_due(&mut self, many: &[Party], one: Party) {
         for _ in 0..200 {
-            if self.broker.waits.due().is_some() {
+            if !self.broker.waits.due().is_empty() {
                 return assert!(self.broker.is_waiting(one.id));
             }
             self.work();
@@ -240,6 +241,85 @@ fn whoever_waits_for_one_that_is_due_goes_on_when_that_one_hangs_up() {
     world.broker.disconnect(one.id);
     world.listen();
     assert!(!world.granted.is_empty(), "an extent lies there, and nobody else is due");
+}
+
+#[test]
+fn other_tenants_wait_a_quarter_of_a_second_for_one_that_is_due_and_then_seven_times_as_long_they_do_not() {
+    let mut world = World::new(&[]);
+    let at = Instant::now() + Duration::from_secs(5);
+    world.broker.tick(at);
+    let (many, one) = world.crowd();
+    world.until_due(&many, one);
+    many.iter().for_each(|p| world.broker.disconnect(p.id));
+    world.listen();
+    // One extent is renewed at a time, the last one that was given back: so the other two that are lacking stay on their way.
+    let renew = |world: &mut World| {
+        while world.broker.state.pool.clean_extents() == 0 {
+            let job = world.jobs.pop_back().unwrap();
+            world.broker.done(job.run(&*world.heap));
+            world.listen();
+        }
+    };
+    // Each time in a format that it has no extent of yet.
+    let mut pages = 33..60;
+    let mut asks = |world: &mut World| {
+        renew(world);
+        let other = world.party(3, pages.next().unwrap());
+        world.reserve(other, 1);
+        assert!(world.broker.is_waiting(one.id));
+        other.id
+    };
+    let tick = |world: &mut World, after: Duration| {
+        world.broker.tick(at + after);
+        world.listen();
+    };
+    let first = asks(&mut world);
+    assert!(world.broker.is_waiting(first), "an extent lies there, for the one that is due");
+    assert_eq!(world.broker.next_wake(), Some(at + HOLD), "the driver is told when to come again");
+    tick(&mut world, HOLD - Duration::from_millis(1));
+    assert!(world.broker.is_waiting(first));
+    tick(&mut world, HOLD);
+    assert!(!world.broker.is_waiting(first), "it has waited long enough");
+    for _ in 0..12 {
+        let next = asks(&mut world);
+        assert!(!world.broker.is_waiting(next));
+    }
+    let rested = HOLD + HOLD * REST;
+    tick(&mut world, rested - Duration::from_millis(1));
+    let last = asks(&mut world);
+    assert!(!world.broker.is_waiting(last));
+    tick(&mut world, rested);
+    let then = asks(&mut world);
+    assert!(world.broker.is_waiting(then), "it is its turn again");
+    world.broker.verify().unwrap();
+}
+
+#[test]
+fn half_of_the_time_nobody_waits_for_another_tenants_however_many_tenants_have_one_that_is_due() {
+    let (mut waits, start) = (Waits::default(), Instant::now());
+    let lack = |uid| Lack { tenant: Tenant(uid), format: FormatId(1), priority: 100 };
+    for uid in 1..=20 {
+        waits.begin(ClientId(uid.into()), Tenant(uid));
+        waits.lack(ClientId(uid.into()), lack(uid));
+    }
+    let me = Tenant(77);
+    (0..TURNS).for_each(|_| waits.overtake(ClientId(77), me, FormatId(1), true));
+    let (mut held, mut of_one) = (0, 0);
+    for ms in 0..20_000_u64 {
+        let now = start + Duration::from_millis(ms);
+        if waits.next_end().is_some_and(|end| end <= now) {
+            waits.end_hold(now);
+        }
+        if let Some((client, lack)) = waits.due_of_others(me, now) {
+            waits.begin_hold(client, lack.tenant, now);
+            held += 1;
+            of_one += u32::from(lack.tenant == Tenant(1));
+        }
+    }
+    assert!((9_000..=10_250).contains(&held), "{held} of 20,000 ms");
+    assert!((1..=2_750).contains(&of_one), "{of_one} of 20,000 ms for one tenant's");
+    // A tenant's own always wait for it.
+    assert_eq!(waits.due_of_its_own(Tenant(3)).map(|(client, _)| client), Some(ClientId(3)));
 }
 
 #[test]
