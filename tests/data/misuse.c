@@ -126,6 +126,37 @@ static void nothing_given(kvb_client *client, kvb_profile *profile, kvb_session 
     EXPECT((int64_t)(no_client || no_profile || no_session || no_window), 0, "");
 }
 
+/* Every structure with a size that no version of it has: the text names the structure. */
+static void wrong_sizes(kvb_client *client, kvb_profile *profile, kvb_session *session)
+{
+    kvb_client *no_client = NULL;
+    kvb_profile *no_profile = NULL;
+    kvb_session *no_session = NULL;
+    kvb_window *no_window = NULL;
+    kvb_client_options client_options = {0};
+    kvb_client_info client_info = {0};
+    kvb_geometry geometry = {0};
+    kvb_profile_info profile_info = {0};
+    kvb_open_options open = {0};
+    kvb_map map = {0};
+    kvb_view view = {0};
+    kvb_window_options window = {0};
+    kvb_error error = {0};
+    client_options.size = client_info.size = geometry.size = profile_info.size = open.size = map.size = view.size = 3;
+    window.size = error.size = 3;
+    NAMES(kvb_connect("/nonexistent", &client_options, &no_client), "kvb_client_options.size is 3");
+    NAMES(kvb_client_get_info(client, &client_info), "kvb_client_info.size is 3");
+    NAMES(kvb_profile_new(client, &geometry, &no_profile), "kvb_geometry.size is 3");
+    NAMES(kvb_profile_get_info(profile, &profile_info), "kvb_profile_info.size is 3");
+    NAMES(kvb_session_open(profile, &open, &no_session), "kvb_open_options.size is 3");
+    NAMES(kvb_session_map(session, &map), "kvb_map.size is 3");
+    NAMES(kvb_session_map_layer(session, 0, &map), "kvb_map.size is 3");
+    NAMES(kvb_session_view(session, 0, KVB_K, 256, NULL, &view), "kvb_view.size is 3");
+    NAMES(kvb_session_window(session, &window, &no_window), "kvb_window_options.size is 3");
+    NAMES(kvb_last_error_info(&error), "kvb_error.size is 3");
+    EXPECT((int64_t)(no_client || no_profile || no_session || no_window || map.base || view.address), 0, "");
+}
+
 /* The largest number in every place for one, on a session of 208 tokens: a code, and the session as it was. */
 static void too_much(kvb_profile *profile, kvb_session *session)
 {
@@ -350,6 +381,7 @@ int main(int argc, char **argv)
     EXPECT(kvb_session_writable(a, 5, 3), KVB_ERR_INVALID, "5..3");
     EXPECT(kvb_session_writable(a, 0, 209), KVB_ERR_INVALID, "0..209");
     nothing_given(client, profile, a);
+    wrong_sizes(client, profile, a);
     too_much(profile, a);
     unsigned char row[512] = {1};
     OK(kvb_session_write_row(a, 0, 1, KVB_V, row, sizeof row));
