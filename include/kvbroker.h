@@ -29,13 +29,15 @@
  *
  * STRUCTURES WITH A SIZE
  *   Set `size` to sizeof the structure and the rest to zero (KVB_INIT does both), then the fields that matter: zero
- *   always means the default. A program built against an older header than the library works unchanged. One built
- *   against a newer header works as long as what the library does not know is zero; otherwise KVB_ERR_UNSUPPORTED.
+ *   always means the default. A program built against an older header than the library works unchanged: fields that it
+ *   does not have are taken as zero, and are not written. One built against a newer header works as long as what the
+ *   library does not know is zero; otherwise KVB_ERR_UNSUPPORTED. In structures that it fills in, what it does not know
+ *   becomes zero.
  *
  * THREADS
- *   A client, and a profile, may be used by several threads at once. A session is used by one thread at a time; only
- *   functions that take a const kvb_session *, and reading rows, may run beside each other. Two calls that may not meet
- *   give KVB_ERR_IN_USE to the second; a close must not run beside any other call on the same handle.
+ *   A client, and a profile, may be used by several threads at once. A session, a window too, is used by one thread at a
+ *   time; only functions that take a const kvb_session *, and reading rows, may run beside each other. Two calls that may
+ *   not meet give KVB_ERR_IN_USE to the second; a close must not run beside any other call on the same handle.
  *   The library starts no thread and never calls back into the program. It installs no signal handler.
  *   A call that asks the broker waits up to the client's timeout, and then gives KVB_ERR_TIMEOUT.
  *
@@ -91,7 +93,7 @@ enum {
     KVB_ERR_FORKED = -8,            /* the handle is the parent process's */
     KVB_ERR_NO_MEMORY = -9,         /* the embedded pool could not be allocated (os_error) */
     KVB_ERR_INTERNAL = -10,         /* a defect of the library */
-    KVB_ERR_IN_USE = -11,           /* another thread uses this session or scratch just now */
+    KVB_ERR_IN_USE = -11,           /* another thread uses this session, window or scratch just now */
     KVB_ERR_UNSUPPORTED = -12,      /* this library, or an embedded broker, cannot do that */
     /* The broker refuses. `needed` and `available` are in the unit that the text names. */
     KVB_ERR_NEVER_FITS = -101,      /* larger than the pool, or the tenant's limit, will ever be: the plan is wrong */
@@ -338,7 +340,8 @@ typedef struct kvb_admission {
  * kept back for the session and not granted yet, so nothing lies idle. Not to be admitted is no error: it returns 0 and
  * says in `out` what would help, and what was promised before still is. A length that the session has, such as 0, gives
  * the promise back; trimming gives it room again; a fork has none. Sealed blocks do not come back when they leave a
- * window: with windows, ask again after sealing. Errors: SESSION_LOST, INVALID, LOST, TIMEOUT. */
+ * window: with windows, ask again after sealing. Errors: NEVER_FITS (longer than any sequence can be), SESSION_LOST, INVALID,
+ * LOST, TIMEOUT. */
 KVB_API KVB_MUST_CHECK int kvb_session_admit(kvb_session *session, uint64_t tokens, uint64_t step, uint32_t flags,
                                              kvb_admission *out);
 
@@ -477,7 +480,8 @@ KVB_API KVB_MUST_CHECK int kvb_session_view(kvb_session *session, uint32_t layer
 /* ------------------------------------------------------------------------------------- windows for devices --- */
 
 /* One contiguous range for a device, an NPU, over the scattered blocks of a session. docs/npu.md says which way works with
- * which driver. A window must be closed before its session, and only when the device is done with it. */
+ * which driver. Close it when the device is done with it, and before its session: a session's end is the window's end too,
+ * of which only the handle is left to close then. */
 typedef struct kvb_window kvb_window;
 
 /* The ways to make one. */
@@ -501,7 +505,7 @@ typedef struct kvb_window_options {
     uint64_t capacity; /* tokens that it may come to hold, if known: iommu reserves addresses for them. 0: four times */
     uint32_t how;      /* KVB_WINDOW_ */
     uint32_t what;     /* KVB_WHOLE_BLOCKS in table order, or KVB_ONE_PLANE in token order */
-    uint32_t layer;    /* of the plane: its number in the model. For whole blocks: those of this layer's group */
+    uint32_t layer;    /* of the plane: index in the profile. For whole blocks: those of this layer's group */
     uint32_t kv;       /* of the plane: KVB_K, KVB_V */
     uint32_t flags;
     uint32_t reserved;

@@ -561,6 +561,26 @@ fn a_length_beyond_the_pool_is_refused_at_once_and_takes_nothing_from_anybody() 
 }
 
 #[test]
+fn credit_beyond_the_pool_is_refused_at_once_and_takes_nothing_from_anybody() {
+    // 300 blocks: more than one request can ask for.
+    let broker = broker(75);
+    let c = client(&broker, 1000);
+    let p = c.profile(&profile()).unwrap();
+    for blocks in [301, u32::MAX] {
+        let refused = p.reserve(blocks).unwrap_err();
+        let whole = matches!(refused, Error::Refused { fault: Fault::NeverFits, needed, available: 300, .. } if needed == u64::from(blocks));
+        assert!(whole, "{refused}");
+    }
+    let mut other = open(&c);
+    other.ensure(16).unwrap();
+    let refused = p.reserve(300).unwrap_err();
+    assert!(matches!(refused, Error::Refused { fault: Fault::Busy, needed: 300, .. }), "{refused}");
+    assert_eq!((p.credit(), p.room().unwrap().held), (0, 1));
+    p.reserve(299).unwrap();
+    assert_eq!(p.credit(), 299);
+}
+
+#[test]
 fn a_forked_child_that_drops_what_it_inherits_unmaps_nothing_of_its_own() {
     let broker = broker(4);
     let c = client(&broker, 1000);

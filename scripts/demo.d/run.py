@@ -101,20 +101,28 @@ class Demo:
             print(f"{mark} | {text}", flush=True)
 
     def talk(self, engines, events, on_token=lambda label, n: None):
-        """Shows the answers as they come, a piece of a line at a time, until all engines have ended."""
-        pending, done, running = {}, {}, set(engines)
+        """Shows the answers as they come, a piece of a line at a time, until all engines have ended.
+
+        What `on_token` returns is the last that is shown of an engine: it has ended it."""
+        pending, done, running, ended = {}, {}, set(engines), set()
         while running:
             label, event = events.get(timeout=600)
             if event is None:
                 self.say(label, pending.pop(label, ""))
                 running.discard(label)
+            elif label in ended:
+                pass  # said before its end, and read from the pipe after it
             elif event["event"] == "token":
                 text = pending.get(label, "") + event["text"]
                 if "\n" in text or len(text) > 70 and text[-1] in " .,;:" or len(text) > 90:
                     self.say(label, text)
                     text = ""
                 pending[label] = text
-                on_token(label, event["n"])
+                last = on_token(label, event["n"])
+                if last:
+                    self.say(label, pending.pop(label))
+                    self.say(label, last)
+                    ended.add(label)
             elif event["event"] == "done":
                 done[label] = event
             elif event["event"] == "error":
@@ -154,7 +162,8 @@ class Demo:
                 else:
                     fail("the killed process's session is still there")
                 kill.update(before=before, after=self.used(), session=sessions[label])
-                self.say(label, "(killed by SIGKILL)")
+                return "(killed by SIGKILL)"
+            return None
 
         for label, question, longest in QUESTIONS:
             engines[label] = self.start_engine(label, question, longest, events)

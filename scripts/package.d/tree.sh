@@ -18,6 +18,13 @@ packed() {
     chmod 644 "$tree/$2.gz"
 }
 
+# document FILE DESTINATION: a document as it is read on a board. Links lead to what is installed; of those to the checkout the
+# words are left.
+document() {
+    sed -E -f "$package_d/links.sed" "$1" >"$work/doc/document"
+    packed "$work/doc/document" "$2"
+}
+
 manual() {
     (cd "$checkout" && nice -n "$nice_level" cargo run --quiet --locked --example manual -- "$work/manual")
 }
@@ -108,7 +115,7 @@ daemon_package() {
         put 644 "$work/manual/completions/fish/$name.fish" "usr/share/fish/vendor_completions.d/$name.fish"
     done
     for file in README.md docs/operations.md docs/store.md docs/sharing.md docs/engines.md docs/npu.md docs/protocol.md; do
-        packed "$checkout/$file" "usr/share/doc/kvbroker/${file##*/}"
+        document "$checkout/$file" "usr/share/doc/kvbroker/${file##*/}"
     done
     crates_of -p kvbroker >"$work/doc/crates"
     packed "$work/doc/crates" usr/share/doc/kvbroker/crates
@@ -163,7 +170,8 @@ plugin_package() {
     # Where docs/engines.md says: a file that is named by GGML_BACKEND_PATH, and no search path of llama.cpp's.
     put 644 "$programs_out/libggml-kvbroker.so" "usr/lib/${gnu_triplet[$arch]}/ggml/libggml-kvbroker.so"
     put 644 "$checkout/ggml-plugin/include/kvbroker-ggml.h" usr/include/kvbroker-ggml.h
-    packed "$checkout/docs/engines.md" "usr/share/doc/$package/engines.md"
+    document "$checkout/docs/engines.md" "usr/share/doc/$package/engines.md"
+    put 644 "$checkout/ggml-plugin/examples/trim.c" "usr/share/doc/$package/examples/trim.c"
     crates_of -p kvbroker-ggml >"$work/doc/crates"
     packed "$work/doc/crates" "usr/share/doc/$package/crates"
     finish libs "Depends: libc6 (>= $glibc), libgcc-s1\nRecommends: kvbroker\nEnhances: llama.cpp" \

@@ -10,7 +10,7 @@ use std::time::Duration;
 
 use super::error::Code;
 use super::process::Birth;
-use super::sized::{self, Versioned};
+use super::sized::{self, versioned};
 use super::{Failure, aligned, at, border, elements, hand_out, status, take_back, text};
 use crate::client::{Client, ClientOptions, EmbeddedOptions, GroupedProfile};
 use crate::model::{KvType, ModelShape};
@@ -42,6 +42,14 @@ impl kvb_client {
     }
 }
 
+impl kvb_client {
+    /// For tests that need a broker with more than an embedded one of C has.
+    #[cfg(test)]
+    pub(super) fn over(client: Client) -> Self {
+        kvb_client { birth: Birth::now(), client }
+    }
+}
+
 impl kvb_profile {
     /// # Safety
     /// `handle` is NULL or a profile that is not closed.
@@ -59,22 +67,6 @@ impl kvb_profile {
 
 /// `credit_ahead`: nothing ahead of need.
 pub(super) const NO_CREDIT_AHEAD: u32 = u32::MAX;
-
-macro_rules! versioned {
-    ($($(#[$meta:meta])* struct $name:ident { $($field:ident: $ty:ty,)* })*) => {$(
-        $(#[$meta])*
-        #[derive(Debug, Clone, Copy)]
-        #[repr(C)]
-        #[allow(missing_docs)]
-        pub struct $name { pub size: usize, $(pub $field: $ty,)* }
-        // SAFETY: repr(C), `size` first, integers, floats and raw pointers only.
-        unsafe impl Versioned for $name {
-            // None has grown yet. One that does keeps the size that it had, or programs built before it are refused.
-            const FIRST: usize = size_of::<$name>();
-        }
-    )*};
-}
-pub(super) use versioned;
 
 versioned! {
     /// See the header.
@@ -488,7 +480,7 @@ pub unsafe extern "C" fn kvb_profile_plane(
         // SAFETY: the header asks for a handle that is not closed.
         let profile = unsafe { kvb_profile::get(profile)? };
         aligned(out, "out")?;
-        let kv = super::session::kv(kv)?;
+        let kv = super::session::plane(kv)?;
         let plane = profile.profile.planes(layer_number(&profile.profile, layer)?)[kv as usize];
         // SAFETY: `out` was checked; a kvb_plane has no size in front and is never longer.
         unsafe { out.write(kvb_plane { offset: plane.offset, stride: plane.stride, row: plane.row }) };

@@ -7,8 +7,8 @@ use std::any::Any;
 use std::cell::RefCell;
 use std::ffi::{CStr, c_char};
 
-use super::sized::{self, Versioned};
-use super::{aligned, border, status};
+use super::sized::{self, versioned};
+use super::{aligned, border, copy_text, count, status};
 use crate::client::Error;
 use crate::heap::HeapError;
 use crate::wire::Fault;
@@ -128,32 +128,19 @@ pub(super) fn keep(failure: Failure) -> i64 {
     code
 }
 
-fn last<T>(look: impl FnOnce(Option<&Failure>) -> T) -> T {
-    let mut look = Some(look);
-    let seen = LAST.try_with(|last| look.take().map(|look| look(last.borrow().as_ref())));
-    match (seen, look) {
-        (Ok(Some(seen)), _) => seen,
-        (_, Some(look)) => look(None),
-        // `look` is taken only where its value is returned.
-        (_, None) => unreachable!("the closure ran without a result"),
+/// This thread's last failure; none, too, in a thread that is ending and has no place for it any more.
+fn last() -> Option<Failure> {
+    LAST.try_with(|last| last.borrow().clone()).ok().flatten()
+}
+
+versioned! {
+    /// Numbers of the last failure. See the header.
+    struct kvb_error {
+        code: i32,
+        os_error: i32,
+        needed: u64,
+        available: u64,
     }
-}
-
-/// Numbers of the last failure: `kvb_error` of the header.
-#[derive(Debug, Clone, Copy)]
-#[repr(C)]
-#[allow(missing_docs)]
-pub struct kvb_error {
-    pub size: usize,
-    pub code: i32,
-    pub os_error: i32,
-    pub needed: u64,
-    pub available: u64,
-}
-
-// SAFETY: repr(C), `size` first, integers only.
-unsafe impl Versioned for kvb_error {
-    const FIRST: usize = size_of::<kvb_error>();
 }
 
 /// See the header.
@@ -165,24 +152,16 @@ pub extern "C" fn kvb_error_name(code: i32) -> *const c_char {
 /// See the header.
 #[unsafe(no_mangle)]
 pub unsafe extern "C" fn kvb_last_error(text: *mut c_char, size: usize) -> usize {
-    let copy = || {
-        Ok(last(|failure| {
-            let words = failure.map_or("", |f| f.text.as_str());
-            if !text.is_null() && size > 0 {
-                let mut end = words.len().min(size - 1);
-                while !words.is_char_boundary(end) {
-                    end -= 1;
-                }
-                // SAFETY: the caller has room for `size` bytes, and `end + 1` is at most that.
-                unsafe {
-                    text.cast::<u8>().copy_from(words.as_ptr(), end);
-                    text.add(end).write(0);
-                }
-            }
-            words.len() as i64
-        }))
-    };
-    usize::try_from(border(copy)).unwrap_or(0)
+    let copied = border(|| {
+        let words = last().map(|f| f.text).unwrap_or_default();
+        // It has no code to return for a NULL, and must not replace the failure that is asked for.
+        if !text.is_null() {
+            // SAFETY: the header asks for room for `size` bytes.
+            unsafe { copy_text(&words, text, size) };
+        }
+        count(words.len())
+    });
+    usize::try_from(copied).unwrap_or(0)
 }
 
 /// See the header.
@@ -190,10 +169,15 @@ pub unsafe extern "C" fn kvb_last_error(text: *mut c_char, size: usize) -> usize
 pub unsafe extern "C" fn kvb_last_error_info(out: *mut kvb_error) -> i32 {
     status(|| {
         aligned(out, "out")?;
-        let failure = last(|f| f.cloned());
-        let (code, os_error) = failure.as_ref().map_or((0, 0), |f| (f.code as i32, f.os_error));
-        let (needed, available) = failure.as_ref().map_or((0, 0), |f| (f.needed, f.available));
+        let none = kvb_error { size: 0, code: 0, os_error: 0, needed: 0, available: 0 };
+        let told = last().map_or(none, |Failure { code, os_error, needed, available, .. }| kvb_error {
+            size: 0,
+            code: code as i32,
+            os_error,
+            needed,
+            available,
+        });
         // SAFETY: the header asks for a structure whose `size` bytes are there.
-        unsafe { sized::write(out, "kvb_error", kvb_error { size: 0, code, os_error, needed, available }) }
+        unsafe { sized::write(out, "kvb_error", told) }
     })
 }

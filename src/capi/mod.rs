@@ -125,6 +125,23 @@ unsafe fn elements<'a, T>(pointer: *const T, count: usize, what: &str) -> Result
     Ok(unsafe { std::slice::from_raw_parts(pointer, count) })
 }
 
+/// Copies as much of a text as fits, whole characters, with a zero byte at the end; nothing where `size` is 0.
+///
+/// # Safety
+/// `to` has room for `size` bytes.
+unsafe fn copy_text(words: &str, to: *mut c_char, size: usize) {
+    let Some(room) = size.checked_sub(1) else { return };
+    let mut end = words.len().min(room);
+    while !words.is_char_boundary(end) {
+        end -= 1;
+    }
+    // SAFETY: `end` is below `size`; the words are ours, so they lie elsewhere.
+    unsafe {
+        to.cast::<u8>().copy_from_nonoverlapping(words.as_ptr(), end);
+        to.add(end).write(0);
+    }
+}
+
 /// Gives C a handle.
 ///
 /// # Safety
@@ -207,6 +224,28 @@ mod tests {
             assert_eq!(kvb_session_ensure(s, 1), 0);
             assert_eq!(kvb_session_close(s), 0);
         }
+    }
+
+    /// Of these structures: the name, and the size that passed first.
+    macro_rules! first_sizes {
+        ($($name:ident)*) => { [$((stringify!($name), <$name as sized::Versioned>::FIRST),)*] };
+    }
+
+    #[test]
+    #[cfg(target_pointer_width = "64")]
+    fn every_structure_takes_the_size_that_it_had_in_the_first_header() {
+        let sizes = first_sizes! {
+            kvb_error kvb_client_options kvb_embedded_options kvb_client_info kvb_geometry kvb_profile_info kvb_room
+            kvb_open_options kvb_admission kvb_stats kvb_map kvb_view kvb_window_options kvb_window_info kvb_batch
+            kvb_attention_call
+        };
+        // Programs out there say these numbers: none ever changes, whatever is added to a structure.
+        let first = [32, 24, 24, 40, 64, 48, 40, 40, 24, 72, 56, 40, 56, 72, 40, 80];
+        assert_eq!(sizes.map(|(_, size)| size), first, "{sizes:?}");
+        // In the header's order, and none is missing.
+        let header = include_str!("../../include/kvbroker.h").split("typedef struct ");
+        let sized = header.filter_map(|text| text.split_once(" {\n    size_t size;"));
+        assert!(sized.map(|(name, _)| name).eq(sizes.iter().map(|(name, _)| *name)));
     }
 
     #[test]

@@ -6,10 +6,10 @@
 use std::ffi::{c_char, c_void};
 use std::sync::{RwLock, RwLockReadGuard, RwLockWriteGuard, TryLockError};
 
-use super::client::{kvb_profile, layer_number, versioned};
+use super::client::{kvb_profile, layer_number};
 use super::error::Code;
 use super::process::Birth;
-use super::sized::{self, Versioned};
+use super::sized::{self, versioned};
 use super::{Failure, aligned, at, border, count, elements, hand_out, number, status, take_back, text};
 use crate::client::{Admission, GroupedSession, OpenOptions, SessionStats};
 use crate::profile::Kv;
@@ -72,11 +72,11 @@ pub(super) unsafe fn write<'a>(
 }
 
 /// K or V.
-pub(super) fn kv(kv: u32) -> Result<Kv, Failure> {
+pub(super) fn plane(kv: u32) -> Result<Kv, Failure> {
     match kv {
         0 => Ok(Kv::K),
         1 => Ok(Kv::V),
-        other => Err(Failure::invalid(format!("plane {other}: KVB_K is 0, KVB_V is 1"))),
+        other => Err(Failure::invalid(format!("kv {other}: KVB_K is 0, KVB_V is 1"))),
     }
 }
 
@@ -326,23 +326,19 @@ pub unsafe extern "C" fn kvb_session_fork(session: *mut kvb_session, out: *mut *
 
 /// See the header.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvb_session_seal(session: *mut kvb_session, ids: *const u32, count_: usize) -> i64 {
+pub unsafe extern "C" fn kvb_session_seal(session: *mut kvb_session, ids: *const u32, count: usize) -> i64 {
     border(|| {
-        // SAFETY: the header asks for a handle that is not closed, and for `count_` ids of the caller's own.
-        unsafe { count(write(session)?.seal(elements(ids, count_, "ids")?)?) }
+        // SAFETY: the header asks for a handle that is not closed, and for `count` ids of the caller's own.
+        unsafe { super::count(write(session)?.seal(elements(ids, count, "ids")?)?) }
     })
 }
 
 /// See the header.
 #[unsafe(no_mangle)]
-pub unsafe extern "C" fn kvb_session_attach(
-    session: *mut kvb_session,
-    ids: *const u32,
-    count_: usize,
-) -> i64 {
+pub unsafe extern "C" fn kvb_session_attach(session: *mut kvb_session, ids: *const u32, count: usize) -> i64 {
     border(|| {
         // SAFETY: as in kvb_session_seal.
-        unsafe { count(write(session)?.attach(elements(ids, count_, "ids")?)?) }
+        unsafe { super::count(write(session)?.attach(elements(ids, count, "ids")?)?) }
     })
 }
 
@@ -366,7 +362,7 @@ pub unsafe extern "C" fn kvb_session_write_row(
     session: *mut kvb_session,
     token: u64,
     layer: u32,
-    plane: u32,
+    kv: u32,
     row: *const c_void,
     bytes: usize,
 ) -> i32 {
@@ -374,7 +370,7 @@ pub unsafe extern "C" fn kvb_session_write_row(
         // SAFETY: the header asks for a handle that is not closed, and for `bytes` bytes of the caller's own memory.
         let (mut session, row) = unsafe { (write(session)?, elements(row.cast::<u8>(), bytes, "row")?) };
         let layer = layer_number(session.profile(), layer)?;
-        Ok(session.write_row(number(token, "token")?, layer, kv(plane)?, row)?)
+        Ok(session.write_row(number(token, "token")?, layer, plane(kv)?, row)?)
     })
 }
 
@@ -384,30 +380,19 @@ pub unsafe extern "C" fn kvb_session_read_row(
     session: *const kvb_session,
     token: u64,
     layer: u32,
-    plane: u32,
+    kv: u32,
     row: *mut c_void,
     bytes: usize,
 ) -> i32 {
     status(|| {
         // SAFETY: the header asks for a handle that is not closed.
         let session = unsafe { read(session)? };
-        let (token, kv) = (number(token, "token")?, kv(plane)?);
         aligned(row, "row")?;
-        let number = layer_number(session.profile(), layer)?;
-        let held = first_of(&session, number)..session.tokens();
-        if !held.contains(&token) {
-            return Err(Failure::invalid(format!("token {token}: the session holds {held:?}")));
-        }
-        let paged = session.paged(number);
-        let row_bytes = [paged.k.row, paged.v.row][kv as usize];
-        if bytes != row_bytes {
-            return Err(Failure::invalid(format!(
-                "{bytes} bytes for a row of {row_bytes}: layer {layer}, {kv:?}"
-            )));
-        }
-        // SAFETY: the token is in the table, so its row lies in a mapped block; the header asks for `bytes` bytes of the
-        // caller's own memory. No slice: C need not have written there.
-        unsafe { row.cast::<u8>().copy_from_nonoverlapping(session.row(token, number, kv), bytes) };
+        let layer = layer_number(session.profile(), layer)?;
+        let from = session.checked_row(number(token, "token")?, layer, plane(kv)?, bytes)?;
+        // SAFETY: the row lies in a mapped block and has `bytes` bytes; the header asks for as many of the caller's own
+        // memory. No slice: C need not have written there.
+        unsafe { row.cast::<u8>().copy_from_nonoverlapping(from, bytes) };
         Ok(())
     })
 }
@@ -474,7 +459,7 @@ pub(super) fn first_of(session: &GroupedSession, layer: usize) -> usize {
 pub unsafe extern "C" fn kvb_session_view(
     session: *mut kvb_session,
     layer: u32,
-    plane: u32,
+    kv: u32,
     capacity: u64,
     address: *mut c_void,
     out: *mut kvb_view,
@@ -488,7 +473,7 @@ pub unsafe extern "C" fn kvb_session_view(
         unsafe { sized::check(out, "kvb_view")? };
         let address = Some(address.cast::<u8>()).filter(|a| !a.is_null());
         let (layer, capacity) = (layer_number(session.profile(), layer)?, number(capacity, "capacity")?);
-        let view = session.plane(layer, kv(plane)?, capacity, address)?;
+        let view = session.plane(layer, plane(kv)?, capacity, address)?;
         let view = kvb_view {
             size: 0,
             address: view.address,

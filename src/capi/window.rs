@@ -7,12 +7,12 @@ use std::ffi::c_char;
 use std::os::fd::{AsRawFd, IntoRawFd};
 use std::sync::{Mutex, MutexGuard, TryLockError};
 
-use super::client::{layer_number, versioned};
+use super::client::layer_number;
 use super::error::Code;
 use super::process::Birth;
-use super::session::{self, kv, kvb_session};
-use super::sized::{self, Versioned};
-use super::{Failure, aligned, at, border, count, hand_out, number, status, take_back};
+use super::session::{self, kvb_session, plane};
+use super::sized::{self, versioned};
+use super::{Failure, aligned, at, border, copy_text, count, hand_out, number, status, take_back};
 use crate::client::{Batch, Error, GroupedSession, Session, Window, WindowOptions, WindowPlace};
 use crate::window::{How, What};
 
@@ -153,13 +153,13 @@ pub unsafe extern "C" fn kvb_session_window(
         let (mut session, given) =
             unsafe { (session::write(session)?, sized::read(options, "kvb_window_options")?) };
         let tokens = number(given.first, "first")?..number(given.end, "end")?;
-        // Layers go by their number in the model; a window is over the blocks of one group of them.
+        // A window is over the blocks of one layer group.
         let layer = layer_number(session.profile(), given.layer)?;
         let no_layer = || Failure::invalid(format!("there is no layer {}", given.layer));
         let (group, index) = session.profile().place_of(layer).ok_or_else(no_layer)?;
         let what = match given.what {
             0 => What::Blocks,
-            1 => What::Plane { layer: index as u32, kv: kv(given.kv)? },
+            1 => What::Plane { layer: index as u32, kv: plane(given.kv)? },
             other => {
                 let text = format!("what {other}: KVB_WHOLE_BLOCKS is 0, KVB_ONE_PLANE is 1");
                 return Err(Failure::invalid(text));
@@ -171,11 +171,13 @@ pub unsafe extern "C" fn kvb_session_window(
                 Failure::invalid(format!("how {code}: KVB_WINDOW_AUTO is 0, the ways are 1 to 4"))
             })?),
         };
-        if given.flags & !READ_ONLY != 0 || given.reserved != 0 {
-            return Err(Failure::invalid(format!(
-                "kvb_window_options: flags {:#x} are not known",
-                given.flags
-            )));
+        if given.flags & !READ_ONLY != 0 {
+            let text = format!("kvb_window_options: flags {:#x} are not known", given.flags);
+            return Err(Failure::invalid(text));
+        }
+        if given.reserved != 0 {
+            let text = format!("kvb_window_options.reserved is {}: it must be 0", given.reserved);
+            return Err(Failure::invalid(text));
         }
         let capacity = Some(number(given.capacity, "capacity")?).filter(|c| *c > 0);
         let options = WindowOptions { how, read_only: given.flags & READ_ONLY != 0, capacity };
@@ -289,15 +291,8 @@ pub unsafe extern "C" fn kvb_window_declined(
         let lines = lines.join("\n");
         if size > 0 {
             aligned(text, "text")?;
-            let mut end = lines.len().min(size - 1);
-            while !lines.is_char_boundary(end) {
-                end -= 1;
-            }
-            // SAFETY: the header asks for `size` bytes; `end` is below that, and leaves room for the zero.
-            unsafe {
-                text.cast::<u8>().copy_from_nonoverlapping(lines.as_ptr(), end);
-                text.add(end).write(0);
-            }
+            // SAFETY: the header asks for room for `size` bytes.
+            unsafe { copy_text(&lines, text, size) };
         }
         count(lines.len())
     })
@@ -392,4 +387,190 @@ pub unsafe extern "C" fn kvb_window_release(window: *mut kvb_window, batch: *con
         *inner.batch(&named)? = None;
         Ok(())
     })
+}
+
+#[cfg(test)]
+mod tests {
+    use std::ffi::CStr;
+    use std::ptr::{null, null_mut};
+    use std::sync::Arc;
+
+    use super::super::client::{kvb_client, kvb_geometry, kvb_profile};
+    use super::super::{
+        kvb_client_close, kvb_last_error, kvb_profile_close, kvb_profile_new, kvb_session_close,
+        kvb_session_ensure, kvb_session_open,
+    };
+    use super::*;
+    use crate::broker::{Broker, Policy};
+    use crate::client::{Client, ClientOptions, Embedded};
+    use crate::heap::Memfd;
+    use crate::window::{Access, Means, StagingMeans};
+
+    /// Calls on windows need a broker that can make one anywhere: by a staging buffer in plain memory.
+    fn client() -> *mut kvb_client {
+        let mut broker =
+            Broker::new(Arc::new(Memfd::new(false)), 128 << 10, 16, 16, Policy::default()).unwrap();
+        let staging = StagingMeans { heap: Arc::new(Memfd::new(false)), bytes: 64 << 10, total: 128 << 10 };
+        broker.set_means(Means { access: Access::Contiguous, staging: Ok(staging), ..Means::default() });
+        let client = Client::on(&Embedded::new(broker), 1001, ClientOptions::default()).unwrap();
+        Box::into_raw(Box::new(kvb_client::over(client)))
+    }
+
+    /// A session of 32 tokens, whose two layers see the last `windows` tokens.
+    fn session(client: *mut kvb_client, windows: [u32; 2]) -> *mut kvb_session {
+        let geometry = kvb_geometry {
+            size: size_of::<kvb_geometry>(),
+            name: c"m".as_ptr(),
+            element: c"int8".as_ptr(),
+            rows: null(),
+            layers: 2,
+            k_row: 256,
+            v_row: 256,
+            tokens_per_block: 16,
+            layout: 0,
+            window: 0,
+            windows: windows.as_ptr(),
+        };
+        let (mut profile, mut session): (*mut kvb_profile, _) = (null_mut(), null_mut());
+        // SAFETY: the structures live for the calls; the profile is closed once.
+        unsafe {
+            assert_eq!(kvb_profile_new(client, &geometry, &mut profile), 0);
+            assert_eq!(kvb_session_open(profile, null(), &mut session), 0);
+            assert_eq!(kvb_session_ensure(session, 32), 0);
+            assert_eq!(kvb_profile_close(profile), 0);
+        }
+        session
+    }
+
+    type Mistake = fn(&mut kvb_window_options);
+
+    fn options() -> kvb_window_options {
+        kvb_window_options {
+            size: size_of::<kvb_window_options>(),
+            first: 0,
+            end: 32,
+            capacity: 0,
+            how: 0,
+            what: 0,
+            layer: 0,
+            kv: 0,
+            flags: 0,
+            reserved: 0,
+        }
+    }
+
+    #[track_caller]
+    fn refused(code: i32, expected: Code, words: &str) {
+        let mut text = [0u8; 512];
+        // SAFETY: the buffer has the size that is said.
+        unsafe { kvb_last_error(text.as_mut_ptr().cast(), text.len()) };
+        let said = CStr::from_bytes_until_nul(&text).unwrap().to_str().unwrap();
+        assert_eq!(code, expected as i32, "{said}");
+        assert!(said.contains(words), "{said}, where it should say: {words}");
+    }
+
+    #[test]
+    fn a_window_that_is_asked_for_wrongly_is_refused_by_the_name_of_what_is_wrong() {
+        let client = client();
+        let one = session(client, [0, 0]);
+        let mut window = null_mut();
+        let wrong: [(Mistake, &str); 11] = [
+            (|o| o.size = 8, "kvb_window_options.size is 8"),
+            (|o| o.first = 32, "tokens 32..32, which are none"),
+            (|o| o.end = 33, "tokens 0..33"),
+            (|o| o.end = u64::MAX, "the session holds 0..32"),
+            (|o| o.how = 9, "how 9"),
+            (|o| o.what = 2, "what 2"),
+            (|o| o.layer = 2, "layer 2 of 2"),
+            (|o| (o.what, o.kv) = (1, 2), "kv 2"),
+            (|o| o.flags = 2, "flags 0x2"),
+            (|o| o.reserved = 1, "kvb_window_options.reserved is 1"),
+            (|o| o.layer = u32::MAX, "layer 4294967295 of 2"),
+        ];
+        for (make, words) in wrong {
+            let mut options = options();
+            make(&mut options);
+            // SAFETY: the options live for the call.
+            refused(unsafe { kvb_session_window(one, &options, &mut window) }, Code::Invalid, words);
+            assert!(window.is_null(), "{words}");
+        }
+        let udmabuf = kvb_window_options { how: 2, ..options() };
+        // SAFETY: as above; each handle is closed once.
+        unsafe {
+            refused(kvb_session_window(one, &udmabuf, &mut window), Code::BadRequest, "udmabuf");
+            assert_eq!((kvb_session_close(one), kvb_client_close(client)), (0, 0));
+        }
+    }
+
+    #[test]
+    fn a_batch_or_session_that_is_not_the_windows_is_refused_and_the_window_goes_on() {
+        let client = client();
+        let (one, same, other) = (session(client, [0, 0]), session(client, [0, 0]), session(client, [0, 16]));
+        let (mut w, mut of_other) = (null_mut(), null_mut());
+        let mut batch = kvb_batch { size: 3, at: 0, offset: 0, bytes: 0, half: 0, reserved: 0 };
+        let mut info = kvb_window_info {
+            size: 0,
+            bytes: 0,
+            offset: 0,
+            address: 0,
+            first: 0,
+            end: 0,
+            batch_bytes: 0,
+            requests: 0,
+            how: 0,
+            fd: 0,
+        };
+        let second_group = kvb_window_options { layer: 1, ..options() };
+        // SAFETY: the structures live for the calls and are as long as they say; each handle is closed once.
+        unsafe {
+            assert_eq!(kvb_session_window(one, &options(), &mut w), 0);
+            assert_eq!(
+                kvb_session_window(other, &kvb_window_options { first: 16, ..second_group }, &mut of_other),
+                0
+            );
+            refused(kvb_window_get_info(w, null_mut()), Code::Invalid, "out is NULL");
+            refused(kvb_window_get_info(w, &mut info), Code::Invalid, "kvb_window_info.size is 0");
+            refused(kvb_window_declined(w, null_mut(), 9) as i32, Code::Invalid, "text is NULL");
+            refused(kvb_window_take_device(w), Code::Unsupported, "no device came");
+            refused(kvb_window_extend(w, null_mut(), 32), Code::Invalid, "session is NULL");
+            refused(kvb_window_extend(w, one, u64::MAX), Code::Invalid, "the session holds 32");
+            refused(kvb_window_extend(w, same, 32), Code::Invalid, "of another session");
+            refused(kvb_window_extend(of_other, one, 32), Code::Invalid, "other layer groups");
+            refused(kvb_window_is_current(of_other, one), Code::Invalid, "other layer groups");
+            assert_eq!((kvb_window_is_current(w, one), kvb_window_is_current(w, same)), (1, 0));
+            refused(kvb_window_load(w, one, 0, &mut batch), Code::Invalid, "kvb_batch.size is 3");
+            batch.size = size_of::<kvb_batch>();
+            refused(kvb_window_load(w, same, 0, &mut batch), Code::Invalid, "of another session");
+            refused(
+                kvb_window_load(w, one, u64::MAX, &mut batch),
+                Code::Invalid,
+                "byte 18446744073709551615",
+            );
+            refused(kvb_window_drain(w, one, &batch), Code::Invalid, "no batch in half 0");
+            refused(kvb_window_release(w, &batch), Code::Invalid, "no batch in half 0");
+            assert_eq!(kvb_window_load(w, one, 0, &mut batch), 0);
+            for (half, at) in [(9, 0), (1 - batch.half, 0), (batch.half, 1)] {
+                let unknown = kvb_batch { half, at, ..batch };
+                refused(kvb_window_drain(w, one, &unknown), Code::Invalid, "no batch in half");
+                refused(kvb_window_release(w, &unknown), Code::Invalid, "no batch in half");
+            }
+            refused(kvb_window_extend(w, one, 32), Code::Invalid, "release it first");
+            refused(kvb_window_drain(w, same, &batch), Code::Invalid, "of another session");
+            assert_eq!(kvb_window_drain(w, one, &batch), 0);
+            assert_eq!(kvb_window_release(w, &batch), 0);
+            refused(kvb_window_release(w, &batch), Code::Invalid, "no batch in half");
+            {
+                let _used = kvb_window::lock(w).unwrap();
+                refused(kvb_window_close(w), Code::InUse, "another thread uses this window");
+                refused(kvb_window_extend(w, one, 32), Code::InUse, "another thread uses this window");
+            }
+            assert_eq!(kvb_window_close(w), 0);
+            for session in [one, same, other] {
+                assert_eq!(kvb_session_close(session), 0);
+            }
+            // Its session has gone before it: handles may be closed in any order.
+            assert_eq!(kvb_window_close(of_other), 0);
+            assert_eq!(kvb_client_close(client), 0);
+        }
+    }
 }

@@ -626,6 +626,17 @@ impl GroupedSession {
         self.sessions[at.group].row_mut(token, at.index, kv)
     }
 
+    pub(crate) fn checked_row(
+        &self,
+        token: usize,
+        layer: usize,
+        kv: Kv,
+        bytes: usize,
+    ) -> Result<*const u8, Error> {
+        let at = self.profile.checked(layer)?;
+        self.sessions[at.group].checked_row(token, at.index, kv, bytes)
+    }
+
     /// Copies one row in. Refused for a token that is shared, or that the layer's window has passed.
     pub fn write_row(&mut self, token: usize, layer: usize, kv: Kv, row: &[u8]) -> Result<(), Error> {
         let at = self.profile.checked(layer)?;

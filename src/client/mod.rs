@@ -510,8 +510,36 @@ impl Shared {
         Ok(blocks.into_iter().map(|(spare, _)| spare).collect())
     }
 
+    /// Refuses more blocks than there can be, before the first of several requests for them has taken what others would
+    /// get. `kept`: blocks that the caller has beside them; `ready`: what it has of them already.
+    fn refuse_if_short(&self, format: &Format, count: usize, kept: usize, ready: u32) -> Result<(), Error> {
+        let room = self.room(format)?;
+        let needed = count as u64;
+        let all = needed.saturating_add(kept as u64);
+        let ready = room.free.saturating_add(u64::from(ready));
+        let (fault, needed, available) = if all > room.capacity {
+            (wire::Fault::NeverFits, all, room.capacity)
+        } else if needed > ready {
+            (wire::Fault::Busy, needed, ready)
+        } else {
+            return Ok(());
+        };
+        let text = match fault {
+            wire::Fault::NeverFits => format!(
+                "{needed} blocks will never fit: this tenant can hold at most {available} of this format"
+            ),
+            _ => format!(
+                "{needed} blocks are needed, {available} can be had now; close or trim sessions, or try again later"
+            ),
+        };
+        Err(Error::Refused { fault, needed, available, text })
+    }
+
     /// Takes blocks for no table yet, all or none: they belong to the caller.
     fn reserve(&self, format: &Arc<Format>, blocks: usize) -> Result<Vec<Spare>, Error> {
+        if blocks > MAX_FDS {
+            self.refuse_if_short(format, blocks, 0, 0)?;
+        }
         let mut got = Vec::with_capacity(blocks);
         while got.len() < blocks {
             // Each may lie in an extent of its own, whose descriptor comes with it.

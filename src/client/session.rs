@@ -259,7 +259,8 @@ impl Session {
     /// Takes blocks: from credit, and what is missing from the broker. All or none.
     fn take(&mut self, count: usize) -> Result<Vec<Spare>, Error> {
         if count > MAX_FDS && count > self.format.credits.count() as usize {
-            self.refuse_if_short(count)?;
+            let (kept, ready) = (self.entries.len() - self.head, self.format.credits.count());
+            self.client.refuse_if_short(&self.format, count, kept, ready)?;
         }
         let credits = &self.format.credits;
         let mut got: Vec<Spare> = Vec::with_capacity(count);
@@ -303,30 +304,6 @@ impl Session {
             }
         }
         Ok(got)
-    }
-
-    /// Refuses at once what takes several requests and cannot all be granted.
-    fn refuse_if_short(&self, count: usize) -> Result<(), Error> {
-        let room = self.client.room(&self.format)?;
-        let needed = count as u64;
-        let all = needed.saturating_add((self.entries.len() - self.head) as u64);
-        let ready = room.free + u64::from(self.format.credits.count());
-        let (fault, needed, available) = if all > room.capacity {
-            (wire::Fault::NeverFits, all, room.capacity)
-        } else if needed > ready {
-            (wire::Fault::Busy, needed, ready)
-        } else {
-            return Ok(());
-        };
-        let text = match fault {
-            wire::Fault::NeverFits => format!(
-                "{needed} blocks will never fit: this tenant can hold at most {available} of this format"
-            ),
-            _ => format!(
-                "{needed} blocks are needed, {available} can be had now; close or trim sessions, or try again later"
-            ),
-        };
-        Err(Error::Refused { fault, needed, available, text })
     }
 
     /// Asks the broker for blocks and waits. What was asked for ahead counts.
@@ -513,32 +490,39 @@ impl Session {
         planes.map(|p| p[kv as usize]).ok_or_else(|| Error::Invalid(format!("there is no layer {layer}")))
     }
 
-    fn check_row(&self, token: usize, layer: usize, kv: Kv, bytes: usize) -> Result<(), Error> {
-        self.check_range(&(token..token + 1))?;
+    /// The address of one row, which is there, and as long as `bytes` says.
+    pub(crate) fn checked_row(
+        &self,
+        token: usize,
+        layer: usize,
+        kv: Kv,
+        bytes: usize,
+    ) -> Result<*const u8, Error> {
+        self.check_range(&(token..token.saturating_add(1)))?;
         let row = self.plane_of(layer, kv)?.row;
         if bytes != row {
-            return Err(Error::Invalid(format!("{bytes} bytes for a row of {row}: layer {layer}, {kv:?}")));
+            return Err(Error::Invalid(format!("{bytes} bytes for a row of {row}: {kv:?} of this layer")));
         }
-        Ok(())
+        Ok(self.row(token, layer, kv))
     }
 
     /// Copies one row in. Refused for a token that is shared.
     pub fn write_row(&mut self, token: usize, layer: usize, kv: Kv, row: &[u8]) -> Result<(), Error> {
-        self.check_row(token, layer, kv, row.len())?;
+        let to = self.checked_row(token, layer, kv, row.len())?.cast_mut();
         if self.entries[token >> self.shift()].shared {
             return Err(Error::Invalid(format!("token {token} is shared: make it writable first")));
         }
         // SAFETY: the token is in the table and the row has the plane's length, so it lies in one mapped block; the
         // source is ours and the pool is mapped elsewhere.
-        unsafe { self.row_mut(token, layer, kv).copy_from_nonoverlapping(row.as_ptr(), row.len()) };
+        unsafe { to.copy_from_nonoverlapping(row.as_ptr(), row.len()) };
         Ok(())
     }
 
     /// Copies one row out.
     pub fn read_row(&self, token: usize, layer: usize, kv: Kv, row: &mut [u8]) -> Result<(), Error> {
-        self.check_row(token, layer, kv, row.len())?;
+        let from = self.checked_row(token, layer, kv, row.len())?;
         // SAFETY: as in write_row.
-        unsafe { row.as_mut_ptr().copy_from_nonoverlapping(self.row(token, layer, kv), row.len()) };
+        unsafe { row.as_mut_ptr().copy_from_nonoverlapping(from, row.len()) };
         Ok(())
     }
 

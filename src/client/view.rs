@@ -73,8 +73,14 @@ impl View {
         if address.is_some_and(|a| a as usize % page != 0) {
             return Err(Error::Invalid("a view's address is a whole number of pages".into()));
         }
-        let bytes = blocks.checked_mul(block_bytes).filter(|&b| b > 0);
-        let bytes = bytes.ok_or_else(|| Error::Invalid(format!("a view of {blocks} blocks")))?;
+        let bytes = match blocks.checked_mul(block_bytes) {
+            Some(0) => return Err(Error::Invalid("a view of no tokens: say how many it is to hold".into())),
+            Some(bytes) => bytes,
+            None => {
+                let text = format!("a view of {blocks} blocks, more than there are addresses for");
+                return Err(Error::Invalid(text));
+            }
+        };
         let promise = Promise::new(blocks + 1)?;
         let map = |source| Error::Map { what: format!("a view of {bytes} bytes"), source };
         // SAFETY: the range is new; at a given address it only succeeds where nothing is mapped.

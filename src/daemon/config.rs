@@ -547,94 +547,18 @@ impl Config {
     }
 
     fn from_file(file: File, over: &Overrides, origins: Origins) -> Result<Self, ConfigError> {
-        let mut profiles =
-            file.profile.iter().map(|t| profile(t, &origins)).collect::<Result<Vec<_>, _>>()?;
-        if let Some(model) = &over.model {
-            profiles = vec![profile(
-                &ProfileTable {
-                    model: Some(model.clone()),
-                    name: None,
-                    layers: None,
-                    kv_heads: None,
-                    head_dim: None,
-                    kv_type: over.kv_type.clone().unwrap_or_else(default_kv_type),
-                    tokens_per_block: over.tokens_per_block.unwrap_or_else(default_tokens_per_block),
-                },
-                &origins,
-            )?];
-        }
-        if profiles.is_empty() {
-            profiles.push(Profile::reference());
-        }
-        let bad_mode =
-            || origins.wrong("socket.mode", &file.socket.mode, "write it in octal, such as \"0660\"".into());
-        let mode =
-            u32::from_str_radix(&file.socket.mode, 8).ok().filter(|m| *m <= 0o777).ok_or_else(bad_mode)?;
-        let mut tenants = BTreeMap::new();
-        for t in &file.tenant {
-            if tenants.insert(Tenant(t.uid), *t).is_some() {
-                let text = format!("[[tenant]] uid = {} stands there twice", t.uid);
-                return Err(origins.refuse("tenant", text));
-            }
-        }
         let pool_bytes = over.pool.unwrap_or(file.pool.size).bytes();
-        let minimum_bytes = file.pool.minimum.map_or(pool_bytes / 2, Size::bytes);
-        let floor_bytes = file.pool.floor.map_or(minimum_bytes, Size::bytes);
-        for (key, bytes) in [("pool.minimum", minimum_bytes), ("pool.floor", floor_bytes)] {
-            if bytes > pool_bytes {
-                let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
-                return Err(origins.wrong(key, Size::from_bytes(bytes).exact(), why));
-            }
-        }
+        let profiles = profiles(&file.profile, over, &origins)?;
+        let socket_mode = socket_mode(&file.socket.mode, &origins)?;
+        let tenants = tenants(&file.tenant, &origins)?;
+        let (minimum_bytes, floor_bytes) = least(&file.pool, pool_bytes, &origins)?;
+        let device_coherent = is_coherent(file.pool.device, &file.device, &origins)?;
+        check_device(&file.device, &origins)?;
+        let limits = limits(&file, pool_bytes, &origins)?;
         let usual = pressure::Source::default();
         let pressure = pressure::Source {
             path: over.pressure_file.clone().unwrap_or(usual.path),
             every: over.pressure_every.map_or(usual.every, std::time::Duration::from_millis),
-        };
-        let vfio = file.pool.device == DeviceAccess::Vfio;
-        if vfio && file.device.node.is_none() {
-            let why =
-                "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
-            return Err(origins.wrong("pool.device", "vfio", why.into()));
-        }
-        if vfio && file.device.coherent == Some(false) {
-            let why = "VFIO binds coherent devices only: leave it out, or name another pool.device";
-            return Err(origins.wrong("device.coherent", "false", why.into()));
-        }
-        let device_coherent = file.device.coherent.unwrap_or(vfio || cfg!(target_arch = "x86_64"));
-        if !(20..=64).contains(&file.device.address_bits) {
-            let bits = file.device.address_bits.to_string();
-            return Err(origins.wrong("device.address-bits", &bits, "a device has 20 to 64".into()));
-        }
-        if file.device.staging.bytes() > file.device.staging_total.bytes() {
-            let why = format!("that is more than device.staging-total, {}", file.device.staging_total);
-            return Err(origins.wrong("device.staging", file.device.staging.exact(), why));
-        }
-        if file.limits.hello_ms == 0 {
-            let why = "nobody is quick enough for that: give a connection some milliseconds to say hello";
-            return Err(origins.wrong("limits.hello-ms", 0, why.into()));
-        }
-        let (common, common_limits, common_bytes) = common(&file.prefix, pool_bytes, &origins)?;
-        let limits = Policy {
-            common,
-            common_limits,
-            common_bytes,
-            connections: file.limits.connections,
-            connections_per_tenant: file.limits.connections_per_tenant,
-            hello_ms: file.limits.hello_ms,
-            sessions_per_connection: file.limits.sessions_per_connection,
-            profiles_per_connection: file.limits.profiles_per_connection,
-            table_blocks_per_tenant: file.limits.table_blocks,
-            windows_per_session: file.limits.windows_per_session,
-            windows_per_tenant: file.limits.windows_per_tenant,
-            windows: file.limits.windows,
-            bytes_per_connection: file.limits.connection.map(Size::bytes),
-            reclaim_ms: file.limits.reclaim_ms,
-            rest_ms: file.limits.rest_ms,
-            cache_bytes: file.cache.limit.map(Size::bytes),
-            eviction: file.cache.eviction,
-            scrub_always: file.scrub == Scrub::Always,
-            ..Policy::default()
         };
         let store = store(file.prefix.store, pool_bytes, &origins)?;
         Ok(Config {
@@ -654,7 +578,7 @@ impl Config {
             pressure,
             profiles,
             socket: over.socket.clone().unwrap_or(file.socket.path),
-            socket_mode: mode,
+            socket_mode,
             socket_group: file.socket.group,
             admin_socket: over.admin_socket.clone().unwrap_or(file.socket.admin_path),
             store,
@@ -698,6 +622,114 @@ impl Config {
 
 /// Whose prompts are common to whom, and the bytes that copies may have.
 type Common = (Vec<CommonRule>, BTreeMap<Tenant, u64>, u64);
+
+/// Those of the command line, else those of the files, else the reference model.
+fn profiles(
+    tables: &[ProfileTable],
+    over: &Overrides,
+    origins: &Origins,
+) -> Result<Vec<Profile>, ConfigError> {
+    // Looked at whether or not they count: a file that is wrong is wrong beside any command line.
+    let of_files = tables.iter().map(|t| profile(t, origins)).collect::<Result<Vec<_>, _>>()?;
+    if let Some(model) = &over.model {
+        let given = ProfileTable {
+            model: Some(model.clone()),
+            name: None,
+            layers: None,
+            kv_heads: None,
+            head_dim: None,
+            kv_type: over.kv_type.clone().unwrap_or_else(default_kv_type),
+            tokens_per_block: over.tokens_per_block.unwrap_or_else(default_tokens_per_block),
+        };
+        return Ok(vec![profile(&given, origins)?]);
+    }
+    Ok(if of_files.is_empty() { vec![Profile::reference()] } else { of_files })
+}
+
+fn socket_mode(text: &str, origins: &Origins) -> Result<u32, ConfigError> {
+    let mode = u32::from_str_radix(text, 8).ok().filter(|mode| *mode <= 0o777);
+    mode.ok_or_else(|| origins.wrong("socket.mode", text, "write it in octal, such as \"0660\"".into()))
+}
+
+fn tenants(tables: &[TenantTable], origins: &Origins) -> Result<BTreeMap<Tenant, TenantTable>, ConfigError> {
+    let mut tenants = BTreeMap::new();
+    for t in tables {
+        if tenants.insert(Tenant(t.uid), *t).is_some() {
+            let text = format!("[[tenant]] uid = {} stands there twice", t.uid);
+            return Err(origins.refuse("tenant", text));
+        }
+    }
+    Ok(tenants)
+}
+
+/// The bytes that must be there at the start, and those that an elastic pool keeps.
+fn least(t: &PoolTable, pool_bytes: u64, origins: &Origins) -> Result<(u64, u64), ConfigError> {
+    let minimum = t.minimum.map_or(pool_bytes / 2, Size::bytes);
+    let floor = t.floor.map_or(minimum, Size::bytes);
+    for (key, bytes) in [("pool.minimum", minimum), ("pool.floor", floor)] {
+        if bytes > pool_bytes {
+            let why = format!("that is more than the pool of {}", Size::from_bytes(pool_bytes));
+            return Err(origins.wrong(key, Size::from_bytes(bytes).exact(), why));
+        }
+    }
+    Ok((minimum, floor))
+}
+
+/// Whether the device sees what the CPU's caches hold, where the way to it leaves a choice.
+fn is_coherent(access: DeviceAccess, t: &DeviceTable, origins: &Origins) -> Result<bool, ConfigError> {
+    let vfio = access == DeviceAccess::Vfio;
+    if vfio && t.node.is_none() {
+        let why = "it needs device.node, such as \"/dev/vfio/devices/vfio0\" (kvbroker-npu-bind prints it)";
+        return Err(origins.wrong("pool.device", "vfio", why.into()));
+    }
+    if vfio && t.coherent == Some(false) {
+        let why = "VFIO binds coherent devices only: leave it out, or name another pool.device";
+        return Err(origins.wrong("device.coherent", "false", why.into()));
+    }
+    Ok(t.coherent.unwrap_or(vfio || cfg!(target_arch = "x86_64")))
+}
+
+fn check_device(t: &DeviceTable, origins: &Origins) -> Result<(), ConfigError> {
+    if !(20..=64).contains(&t.address_bits) {
+        return Err(origins.wrong("device.address-bits", t.address_bits, "a device has 20 to 64".into()));
+    }
+    if t.staging.bytes() > t.staging_total.bytes() {
+        let why = format!("that is more than device.staging-total, {}", t.staging_total);
+        return Err(origins.wrong("device.staging", t.staging.exact(), why));
+    }
+    Ok(())
+}
+
+/// All limits but those of tenants: see [`Config::policy`].
+fn limits(file: &File, pool_bytes: u64, origins: &Origins) -> Result<Policy, ConfigError> {
+    let t = &file.limits;
+    if t.hello_ms == 0 {
+        let why = "nobody is quick enough for that: give a connection some milliseconds to say hello";
+        return Err(origins.wrong("limits.hello-ms", 0, why.into()));
+    }
+    let (common, common_limits, common_bytes) = common(&file.prefix, pool_bytes, origins)?;
+    Ok(Policy {
+        common,
+        common_limits,
+        common_bytes,
+        connections: t.connections,
+        connections_per_tenant: t.connections_per_tenant,
+        hello_ms: t.hello_ms,
+        sessions_per_connection: t.sessions_per_connection,
+        profiles_per_connection: t.profiles_per_connection,
+        table_blocks_per_tenant: t.table_blocks,
+        windows_per_session: t.windows_per_session,
+        windows_per_tenant: t.windows_per_tenant,
+        windows: t.windows,
+        bytes_per_connection: t.connection.map(Size::bytes),
+        reclaim_ms: t.reclaim_ms,
+        rest_ms: t.rest_ms,
+        cache_bytes: file.cache.limit.map(Size::bytes),
+        eviction: file.cache.eviction,
+        scrub_always: file.scrub == Scrub::Always,
+        ..Policy::default()
+    })
+}
 
 fn common(t: &PrefixTable, pool: u64, origins: &Origins) -> Result<Common, ConfigError> {
     let wrong = |value: String, why: &str| Err(origins.wrong("prefix.common", value, why.into()));

@@ -276,8 +276,6 @@ fn sockets(board: &Board, found: &mut Findings) {
     }
 }
 
-/// Processes that have mapped the pool, or the runtimes of NPUs: by the names of what they map. Another user's maps can
-/// only be read by root.
 /// Whether the daemon turns engines away because of their user namespace.
 fn namespaces(board: &Board, engines: &[(String, u32, Option<u64>)], found: &mut Findings) {
     let map = |pid: String| board.tree.text(&format!("/proc/{pid}/uid_map"));
@@ -306,6 +304,8 @@ fn namespaces(board: &Board, engines: &[(String, u32, Option<u64>)], found: &mut
     }
 }
 
+/// Processes that have mapped the pool, or the runtimes of NPUs: by the names of what they map. Another user's maps can
+/// only be read by root, and in a container not always by root.
 fn engines(board: &Board, found: &mut Findings) {
     let (area, item) = ("service", "engines");
     const MAPPED: [&str; 5] =
@@ -334,8 +334,8 @@ fn engines(board: &Board, found: &mut Findings) {
         (0, 0) if hidden => found.warn(
             area,
             item,
-            "none was found, but other users' processes cannot be read",
-            "run this as root: sudo kvbctl doctor",
+            "none was found, but what other processes have mapped (/proc/PID/maps) cannot be read",
+            "run this as root: sudo kvbctl doctor; where root may not look either (a container, a kernel that is locked down), run it on the host",
         ),
         (0, 0) => found.ok(area, item, "none runs"),
         (0, n) => found.ok(area, item, format!("{n} run, none of them as root")),

@@ -1,6 +1,7 @@
 //! The account for people: plain text in aligned columns.
 //!
-//! Invariant: it computes no figure of its own; each line is a field of [`Plan`], with what it means beside it.
+//! Owns nothing. Invariant: no figure that decides anything is computed here: a line is a field of [`Plan`], with what it
+//! means beside it.
 
 use super::{GroupPlan, Plan};
 use crate::size::Size;
@@ -120,8 +121,7 @@ impl Plan {
             if self.contiguous { "contiguous memory (CMA)" } else { "scattered pages" },
             size(self.page_bytes)
         )?;
-        let one_group = self.groups.len() == 1;
-        let unit = if one_group { "" } else { "; one block of each group counts as one" };
+        let unit = if self.groups.len() == 1 { "" } else { "; one block of each group counts as one" };
         row(
             f,
             "on paper",
@@ -149,8 +149,15 @@ impl Plan {
             size(self.waste_bytes),
             format_args!("{:.1} % of the pool", self.waste_percent),
         )?;
+        self.waste(f)?;
+        self.strict(f)?;
+        self.neighbours(f)
+    }
+
+    /// Where what is in no block has gone, by layer group.
+    fn waste(&self, f: &mut Formatter<'_>) -> fmt::Result {
         for group in &self.groups {
-            if !one_group {
+            if self.groups.len() > 1 {
                 row(
                     f,
                     format_args!("  blocks of {}", size(group.bytes_per_block)),
@@ -164,6 +171,11 @@ impl Plan {
             }
             self.causes(f, group)?;
         }
+        Ok(())
+    }
+
+    /// What a descriptor for each block would leave.
+    fn strict(&self, f: &mut Formatter<'_>) -> fmt::Result {
         if self.blocks_strict != self.blocks {
             let why = if self.blocks_strict < self.blocks && self.contiguous {
                 format!(
@@ -175,6 +187,11 @@ impl Plan {
             };
             row(f, "a buffer for each block", count(self.blocks_strict, "block"), why)?;
         }
+        Ok(())
+    }
+
+    /// The other models that share the pool.
+    fn neighbours(&self, f: &mut Formatter<'_>) -> fmt::Result {
         for other in &self.beside {
             for group in &other.groups {
                 row(
@@ -196,10 +213,12 @@ impl Plan {
     fn causes(&self, f: &mut Formatter<'_>, group: &GroupPlan) -> fmt::Result {
         let waste = &group.waste;
         let gap = format!("each extent starts on a {} boundary", size(self.extent_align_bytes));
-        let tail = format!("an extent of {} ends in {}", size(self.extent_bytes), {
-            let used = group.blocks_per_extent * group.slot_bytes;
-            format!("{} that no further block fits", size(self.extent_bytes - used))
-        });
+        let rest = self.extent_bytes - group.blocks_per_extent * group.slot_bytes;
+        let tail = format!(
+            "an extent of {} ends in {} that no further block fits",
+            size(self.extent_bytes),
+            size(rest)
+        );
         let padding = format!(
             "a block takes whole pages: {} for {}",
             size(group.slot_bytes),

@@ -6,7 +6,7 @@
 
 use std::collections::BTreeSet;
 
-use super::{Account, Block, Cut, Extent, Owned, Pool, Slot, Use};
+use super::{Account, Block, Cut, Owned, Pool, Slot, Use};
 use crate::id::{BlockId, ClientId, ExtentId, Place, Tenant};
 
 /// What is asked of [`Pool::take`].
@@ -80,19 +80,8 @@ impl Pool {
     }
 
     fn find(&mut self, take: &Take) -> Option<Found> {
-        let (tenant, format) = (take.tenant, take.cut.format);
-        if let Some(near) = take.near {
-            let next = Place { extent: near.extent, slot: near.slot + 1 };
-            let fits = self.extents.get(&next.extent).and_then(Extent::owned).is_some_and(|o| {
-                o.tenant == tenant
-                    && o.format == format
-                    && !o.wanted_back
-                    && !o.aside
-                    && o.slots.get(next.slot as usize).is_some_and(|s| s.block == Block::Free)
-            });
-            if fits && (take.new_descriptors > 0 || self.is_holder(next.extent, take.client)) {
-                return Some(Found { place: next, is_new: false });
-            }
+        if let Some(place) = self.behind_near(take) {
+            return Some(Found { place, is_new: false });
         }
         let order: &[Source] = match take.whole {
             true => &[Source::Idle, Source::Clean, Source::Fullest],
@@ -107,10 +96,27 @@ impl Pool {
         }
         let slots = &self.extents[&extent].owned()?.slots;
         let slot = slots.iter().position(|s| s.block == Block::Free)? as u32;
+        // Nobody's home is where whoever takes from it lives from now on, so that the next block is looked for here.
         if self.extents[&extent].owned()?.home.is_none() {
             self.rehome(extent, Some(take.client));
         }
         Some(Found { place: Place { extent, slot }, is_new })
+    }
+
+    /// The place right after `near`, if the request may have it.
+    fn behind_near(&self, take: &Take) -> Option<Place> {
+        let near = take.near?;
+        let next = Place { extent: near.extent, slot: near.slot + 1 };
+        let owned = self.extents.get(&next.extent)?.owned()?;
+        let is_theirs = (owned.tenant, owned.format) == (take.tenant, take.cut.format);
+        let is_granted_from = !owned.wanted_back && !owned.aside;
+        let is_free = owned.slots.get(next.slot as usize)?.block == Block::Free;
+        (is_theirs && is_granted_from && is_free && self.may_know(next.extent, take)).then_some(next)
+    }
+
+    /// Whether the client has the extent's descriptor, or may get one more.
+    fn may_know(&self, extent: ExtentId, take: &Take) -> bool {
+        take.new_descriptors > 0 || self.is_holder(extent, take.client)
     }
 
     /// An extent of the tenant with a free place: where the client lives, else where another one of the tenant does.
@@ -120,7 +126,7 @@ impl Pool {
             Source::Idle => set.last().filter(|(free, _)| *free == take.cut.slots).copied(),
             _ => set.first().copied(),
         };
-        let known = |e: &ExtentId| take.new_descriptors > 0 || self.is_holder(*e, take.client);
+        let known = |e: &ExtentId| self.may_know(*e, take);
         let open = &self.books.open;
         let at_home = open.get(&(tenant, format, Some(take.client))).and_then(best);
         let elsewhere = || {
@@ -161,6 +167,7 @@ impl Pool {
         Some(id)
     }
 
+    /// Says where a client's next blocks are looked for first. The lists of open extents go by it.
     pub(super) fn rehome(&mut self, extent: ExtentId, home: Option<ClientId>) {
         let Pool { extents, books, .. } = self;
         let Some(owned) = extents.owned_mut(extent) else { return };

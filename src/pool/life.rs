@@ -29,6 +29,7 @@ impl Pool {
         holders
     }
 
+    /// From its tenant to nobody, for the worker to renew.
     fn disown(&mut self, extent: ExtentId) -> ExtentId {
         let e = self.extents.get_mut(&extent).expect("callers name extents of the pool");
         let Use::Owned(owned) = std::mem::replace(&mut e.usage, Use::Dirty) else {
@@ -105,8 +106,8 @@ impl Pool {
         self.extents.iter().filter_map(|(id, e)| Some((*id, e.owned()?))).filter(|(_, o)| o.wanted_back)
     }
 
-    /// Extents without a block in use that clients still have and are not asked for yet, other than `tenant`'s own in `format`: what could be
-    /// asked back, or taken where the kernel can cut a holder off.
+    /// Extents without a block in use that clients still have and are not asked for yet, other than `tenant`'s own in
+    /// `format`: what could be asked back, or taken where the kernel can cut a holder off.
     pub fn idle(&self, tenant: Tenant, format: FormatId) -> Vec<ExtentId> {
         let others = |o: &Owned| (o.tenant, o.format) != (tenant, format);
         self.all_idle().filter(|(_, o)| others(o)).map(|(extent, _)| extent).collect()

@@ -159,6 +159,41 @@ fn a_hold_that_cannot_be_is_refused_with_who_has_the_memory_and_the_command_neve
 }
 
 #[test]
+fn a_hold_that_may_wait_is_lent_the_memory_once_the_session_that_uses_it_is_over() {
+    let daemon = daemon();
+    let mut tenant = daemon.helper(A);
+    tenant.must("open");
+    tenant.must("ensure 0 1000");
+    let mut kvbctl = Command::new(env!("CARGO_BIN_EXE_kvbctl"));
+    kvbctl.args(["hold", "256M", "--wait", "600", "--socket"]).arg(daemon.place.path("admin.sock"));
+    kvbctl.args(["--", "echo", "ran"]).stdin(Stdio::null()).stdout(Stdio::piped()).stderr(Stdio::piped());
+    let mut waiting = kvbctl.spawn().unwrap();
+    let mut said = String::new();
+    let mut words = BufReader::new(waiting.stderr.take().unwrap());
+    words.read_line(&mut said).unwrap();
+    assert!(
+        said.contains(&format!("in use by uid {A}")) && said.contains("asking again for 600 s"),
+        "{said}"
+    );
+    assert_eq!(daemon.account("lent"), 0, "nothing is taken from anybody meanwhile");
+    drop(tenant);
+    let output = waiting.wait_with_output().unwrap();
+    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(0), b"ran\n".as_slice()));
+    is_whole(&daemon);
+}
+
+#[test]
+fn a_hold_that_waits_in_vain_ends_with_the_brokers_reason_and_the_command_never_runs() {
+    let daemon = daemon();
+    let mut kvbctl = Command::new(env!("CARGO_BIN_EXE_kvbctl"));
+    kvbctl.args(["hold", "16T", "--wait", "1", "--quiet", "--socket"]).arg(daemon.place.path("admin.sock"));
+    let output = kvbctl.args(["--", "echo", "ran"]).output().unwrap();
+    assert_eq!((output.status.code(), output.stdout.as_slice()), (Some(1), b"".as_slice()));
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(said.matches("cannot be lent").count(), 1, "{said}");
+}
+
+#[test]
 fn a_size_at_the_end_of_all_numbers_is_refused_like_any_other_and_the_daemon_goes_on() {
     let mut daemon = daemon();
     for size in ["18446744073709551615B", "18446744073709551614B", "16777215T"] {

@@ -2,6 +2,7 @@
  * extents of 128 KiB: 16 blocks of 32 KiB. tests/c_api.rs compiles and runs it. argv[1]: a file that is no model. */
 #include <kvbroker.h>
 
+#include <math.h>
 #include <pthread.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -49,6 +50,144 @@ static void *other_thread(void *unused)
     if (kvb_last_error(text, sizeof text) != 0 || text[0] != 0)
         return "an error of another thread is seen";
     return NULL;
+}
+
+/* Every function with a NULL where something must be: the text names what it is. */
+static void nothing_given(kvb_client *client, kvb_profile *profile, kvb_session *session)
+{
+    kvb_client *no_client = NULL;
+    kvb_profile *no_profile = NULL;
+    kvb_session *no_session = NULL;
+    kvb_window *no_window = NULL;
+    kvb_client_info client_info = KVB_INIT(kvb_client_info);
+    kvb_profile_info profile_info = KVB_INIT(kvb_profile_info);
+    kvb_plane plane;
+    kvb_room room = KVB_INIT(kvb_room);
+    kvb_map map = KVB_INIT(kvb_map);
+    kvb_view view = KVB_INIT(kvb_view);
+    kvb_stats stats = KVB_INIT(kvb_stats);
+    kvb_window_options options = KVB_INIT(kvb_window_options);
+    kvb_window_info window_info = KVB_INIT(kvb_window_info);
+    kvb_batch batch = KVB_INIT(kvb_batch);
+    uint32_t id = 1;
+    char row[4];
+#define NAMES(call, words) EXPECT(call, KVB_ERR_INVALID, words)
+    NAMES(kvb_connect(NULL, NULL, NULL), "out is NULL");
+    NAMES(kvb_client_get_info(NULL, &client_info), "client is NULL");
+    NAMES(kvb_profile_from_model(NULL, "m", NULL, 0, &no_profile), "client is NULL");
+    NAMES(kvb_profile_from_model(client, "m", NULL, 0, NULL), "out is NULL");
+    NAMES(kvb_profile_new(client, NULL, NULL), "out is NULL");
+    NAMES(kvb_profile_get_info(NULL, &profile_info), "profile is NULL");
+    NAMES(kvb_profile_get_info(profile, NULL), "out is NULL");
+    NAMES(kvb_profile_plane(NULL, 0, KVB_K, &plane), "profile is NULL");
+    NAMES(kvb_profile_room(NULL, &room), "profile is NULL");
+    NAMES(kvb_profile_room(profile, NULL), "out is NULL");
+    NAMES(kvb_profile_reserve(NULL, 1), "profile is NULL");
+    NAMES(kvb_profile_release_credit(NULL), "profile is NULL");
+    NAMES(kvb_session_reserve(NULL, 1, 1), "session is NULL");
+    NAMES(kvb_session_writable(NULL, 0, 1), "session is NULL");
+    NAMES(kvb_session_tokens(NULL), "session is NULL");
+    NAMES(kvb_session_first_token(NULL), "session is NULL");
+    NAMES(kvb_session_wanted_back(NULL), "session is NULL");
+    NAMES(kvb_session_damaged_from(NULL), "session is NULL");
+    NAMES(kvb_session_trim(NULL, 0), "session is NULL");
+    NAMES(kvb_session_trim_head(NULL, 0), "session is NULL");
+    NAMES(kvb_session_set_rewind(NULL, 0), "session is NULL");
+    NAMES(kvb_session_fork(NULL, &no_session), "session is NULL");
+    NAMES(kvb_session_seal(NULL, &id, 1), "session is NULL");
+    NAMES(kvb_session_attach(NULL, &id, 1), "session is NULL");
+    NAMES(kvb_session_attach(session, NULL, 1), "ids is NULL");
+    NAMES(kvb_session_pin(NULL, 16), "session is NULL");
+    NAMES(kvb_session_unpin(NULL, 16), "session is NULL");
+    NAMES(kvb_session_write_row(NULL, 0, 0, KVB_K, row, sizeof row), "session is NULL");
+    NAMES(kvb_session_read_row(NULL, 0, 0, KVB_K, row, sizeof row), "session is NULL");
+    NAMES(kvb_session_read_row(session, 0, 0, KVB_K, NULL, 512), "row is NULL");
+    NAMES(kvb_session_map(NULL, &map), "session is NULL");
+    NAMES(kvb_session_map_layer(NULL, 0, &map), "session is NULL");
+    NAMES(kvb_session_map_layer(session, 0, NULL), "out is NULL");
+    NAMES(kvb_session_view(NULL, 0, KVB_K, 16, NULL, &view), "session is NULL");
+    NAMES(kvb_session_stats(NULL, &stats), "session is NULL");
+    NAMES(kvb_session_stats(session, NULL), "out is NULL");
+    NAMES(kvb_session_window(NULL, &options, &no_window), "session is NULL");
+    NAMES(kvb_session_window(session, NULL, &no_window), "options is NULL");
+    NAMES(kvb_session_window(session, &options, NULL), "out is NULL");
+    NAMES(kvb_window_get_info(NULL, &window_info), "window is NULL");
+    NAMES(kvb_window_declined(NULL, row, sizeof row), "window is NULL");
+    NAMES(kvb_window_extend(NULL, session, 16), "window is NULL");
+    NAMES(kvb_window_is_current(NULL, session), "window is NULL");
+    NAMES(kvb_window_take_device(NULL), "window is NULL");
+    NAMES(kvb_window_load(NULL, session, 0, &batch), "window is NULL");
+    NAMES(kvb_window_load(NULL, session, 0, NULL), "out is NULL");
+    NAMES(kvb_window_batch(NULL, session, 0, &batch), "window is NULL");
+    NAMES(kvb_window_drain(NULL, session, &batch), "window is NULL");
+    NAMES(kvb_window_drain(NULL, session, NULL), "batch is NULL");
+    NAMES(kvb_window_release(NULL, &batch), "window is NULL");
+    NAMES(kvb_window_release(NULL, NULL), "batch is NULL");
+    EXPECT((int64_t)(no_client || no_profile || no_session || no_window), 0, "");
+}
+
+/* Every structure with a size that no version of it has: the text names the structure. */
+static void wrong_sizes(kvb_client *client, kvb_profile *profile, kvb_session *session)
+{
+    kvb_client *no_client = NULL;
+    kvb_profile *no_profile = NULL;
+    kvb_session *no_session = NULL;
+    kvb_window *no_window = NULL;
+    kvb_client_options client_options = {0};
+    kvb_client_info client_info = {0};
+    kvb_geometry geometry = {0};
+    kvb_profile_info profile_info = {0};
+    kvb_open_options open = {0};
+    kvb_map map = {0};
+    kvb_view view = {0};
+    kvb_window_options window = {0};
+    kvb_error error = {0};
+    client_options.size = client_info.size = geometry.size = profile_info.size = open.size = map.size = view.size = 3;
+    window.size = error.size = 3;
+    NAMES(kvb_connect("/nonexistent", &client_options, &no_client), "kvb_client_options.size is 3");
+    NAMES(kvb_client_get_info(client, &client_info), "kvb_client_info.size is 3");
+    NAMES(kvb_profile_new(client, &geometry, &no_profile), "kvb_geometry.size is 3");
+    NAMES(kvb_profile_get_info(profile, &profile_info), "kvb_profile_info.size is 3");
+    NAMES(kvb_session_open(profile, &open, &no_session), "kvb_open_options.size is 3");
+    NAMES(kvb_session_map(session, &map), "kvb_map.size is 3");
+    NAMES(kvb_session_map_layer(session, 0, &map), "kvb_map.size is 3");
+    NAMES(kvb_session_view(session, 0, KVB_K, 256, NULL, &view), "kvb_view.size is 3");
+    NAMES(kvb_session_window(session, &window, &no_window), "kvb_window_options.size is 3");
+    NAMES(kvb_last_error_info(&error), "kvb_error.size is 3");
+    EXPECT((int64_t)(no_client || no_profile || no_session || no_window || map.base || view.address), 0, "");
+}
+
+/* The largest number in every place for one, on a session of 208 tokens: a code, and the session as it was. */
+static void too_much(kvb_profile *profile, kvb_session *session)
+{
+    const uint64_t most = UINT64_MAX;
+    uint32_t id = 1;
+    unsigned char row[512];
+    kvb_map map = KVB_INIT(kvb_map);
+    kvb_view view = KVB_INIT(kvb_view);
+    kvb_admission may = KVB_INIT(kvb_admission);
+    kvb_window *window = NULL;
+    kvb_window_options options = KVB_INIT(kvb_window_options);
+    EXPECT(kvb_profile_reserve(profile, UINT32_MAX), KVB_ERR_NEVER_FITS, "4294967295 blocks");
+    EXPECT(kvb_session_reserve(session, most, most), KVB_ERR_NEVER_FITS, "");
+    EXPECT(kvb_session_admit(session, most, most, 0, &may), KVB_ERR_NEVER_FITS, "more than one sequence can have");
+    NAMES(kvb_session_writable(session, most, most), "208");
+    NAMES(kvb_session_trim(session, most), "cannot trim");
+    NAMES(kvb_session_trim_head(session, most), "cannot drop");
+    NAMES(kvb_session_seal(session, &id, SIZE_MAX), "ids: ");
+    NAMES(kvb_session_attach(session, &id, SIZE_MAX), "ids: ");
+    EXPECT(kvb_session_pin(session, most), KVB_ERR_BAD_REQUEST, "sealed blocks");
+    NAMES(kvb_session_write_row(session, most, 0, KVB_K, row, sizeof row), "the session holds 0..208");
+    NAMES(kvb_session_read_row(session, most, 0, KVB_K, row, sizeof row), "the session holds 0..208");
+    NAMES(kvb_session_read_row(session, 0, UINT32_MAX, KVB_K, row, sizeof row), "layer 4294967295 of 2");
+    NAMES(kvb_session_read_row(session, 0, 0, KVB_K, row, SIZE_MAX), "for a row of 512");
+    NAMES(kvb_session_map_layer(session, UINT32_MAX, &map), "layer 4294967295 of 2");
+    NAMES(kvb_session_view(session, 0, KVB_K, most, NULL, &view), "more than there are addresses for");
+    options.end = most;
+    NAMES(kvb_session_window(session, &options, &window), "the session holds 0..208");
+    options.first = most;
+    NAMES(kvb_session_window(session, &options, &window), "which are none");
+    EXPECT(kvb_session_tokens(session), 208, "");
 }
 
 int main(int argc, char **argv)
@@ -241,14 +380,17 @@ int main(int argc, char **argv)
     EXPECT(kvb_session_trim_head(a, 209), KVB_ERR_INVALID, "cannot drop 209");
     EXPECT(kvb_session_writable(a, 5, 3), KVB_ERR_INVALID, "5..3");
     EXPECT(kvb_session_writable(a, 0, 209), KVB_ERR_INVALID, "0..209");
+    nothing_given(client, profile, a);
+    wrong_sizes(client, profile, a);
+    too_much(profile, a);
     unsigned char row[512] = {1};
     OK(kvb_session_write_row(a, 0, 1, KVB_V, row, sizeof row));
     EXPECT(kvb_session_write_row(a, 208, 1, KVB_V, row, sizeof row), KVB_ERR_INVALID, "208..209");
     EXPECT(kvb_session_write_row(a, 0, 2, KVB_V, row, sizeof row), KVB_ERR_INVALID, "layer 2 of 2");
-    EXPECT(kvb_session_write_row(a, 0, 1, 5, row, sizeof row), KVB_ERR_INVALID, "plane 5");
+    EXPECT(kvb_session_write_row(a, 0, 1, 5, row, sizeof row), KVB_ERR_INVALID, "kv 5: KVB_K is 0");
     EXPECT(kvb_session_write_row(a, 0, 1, KVB_V, row, 100), KVB_ERR_INVALID, "100 bytes for a row of 512");
     EXPECT(kvb_session_write_row(a, 0, 1, KVB_V, NULL, 512), KVB_ERR_INVALID, "row is NULL");
-    EXPECT(kvb_session_read_row(a, 208, 1, KVB_V, row, sizeof row), KVB_ERR_INVALID, "token 208");
+    EXPECT(kvb_session_read_row(a, 208, 1, KVB_V, row, sizeof row), KVB_ERR_INVALID, "tokens 208..209");
     EXPECT(kvb_session_read_row(a, 0, 2, KVB_V, row, sizeof row), KVB_ERR_INVALID, "layer 2 of 2");
     EXPECT(kvb_session_read_row(a, 0, 1, KVB_V, row, 100), KVB_ERR_INVALID, "100 bytes for a row of 512");
     EXPECT(row[0], 1, ""); /* refused calls have not touched it */
@@ -317,6 +459,7 @@ int main(int argc, char **argv)
     WITH(head_dim, UINT32_MAX, "do not fill the rows");
     WITH(kv_head_count, 3, "KV heads 0..3 of 2");
     WITH(first_kv_head, 2, "KV heads");
+    WITH(scale, NAN, "scale is NaN");
     EXPECT(kvb_session_trim_head(a, 40), 32, "");
     EXPECT(kvb_session_first_token(a), 32, "");
     EXPECT(kvb_attention(a, &call, scratch), KVB_ERR_INVALID, "before 32 have been dropped");
@@ -343,6 +486,7 @@ int main(int argc, char **argv)
         EXPECT(kvb_session_close(a), KVB_ERR_FORKED, "forked");
         EXPECT(kvb_profile_close(profile), KVB_ERR_FORKED, "forked");
         EXPECT(kvb_client_close(client), KVB_ERR_FORKED, "forked");
+        EXPECT(kvb_scratch_free(scratch), KVB_ERR_FORKED, "forked");
         kvb_client *own = NULL;
         OK(kvb_embedded(&newer.known, NULL, &own));
         OK(kvb_client_close(own));
@@ -358,6 +502,7 @@ int main(int argc, char **argv)
     OK(kvb_profile_close(NULL));
     OK(kvb_client_close(NULL));
     OK(kvb_scratch_free(NULL));
+    OK(kvb_window_close(NULL));
     OK(kvb_client_close(client));
     OK(kvb_profile_close(profile));
     OK(kvb_session_ensure(b, 3 * 16));

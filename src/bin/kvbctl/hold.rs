@@ -23,7 +23,7 @@ use super::live::AdminSocket;
 
 pub const EXIT_CODES: &str = "Exit codes:
   the command's own, or 128 and the number of the signal that ended it
-  1    so much cannot be lent; standard error says who has it
+  1    so much cannot be lent, or could not within --wait; standard error says who has it
   2    the command line is wrong
   3    the broker could not be reached
   126  the command could not be started
@@ -36,6 +36,8 @@ the broker goes away, the command runs on, and the next broker is asked for the 
 
 /// Longer than the broker takes to decide.
 const PATIENCE: Duration = Duration::from_secs(20);
+/// How often a broker that cannot lend so much now is asked again, within `--wait`.
+const ASK_AGAIN: Duration = Duration::from_millis(500);
 /// The same while the command runs, and with it signals that wait to be handed on.
 const RETRY_PATIENCE: Duration = Duration::from_secs(6);
 /// How long to wait before a broker that has gone is looked for again; it doubles each time.
@@ -48,6 +50,9 @@ const SHOWN: usize = 120;
 const FORWARDED: [Signal; 6] =
     [Signal::SIGINT, Signal::SIGTERM, Signal::SIGHUP, Signal::SIGQUIT, Signal::SIGUSR1, Signal::SIGUSR2];
 
+/// The connection for whose life the memory is lent, and what is lent.
+type Lease = (UnixStream, HoldReport);
+
 /// The options of `kvbctl hold`.
 #[derive(Debug, clap::Args)]
 pub struct Args {
@@ -56,6 +61,9 @@ pub struct Args {
     size: Size,
     #[command(flatten)]
     admin: AdminSocket,
+    /// Seconds to go on asking while so much cannot be lent: memory that is on its way back, or that sessions still use
+    #[arg(long, value_name = "SECONDS", default_value_t = 0)]
+    wait: u32,
     /// Say nothing but what is wrong
     #[arg(long, short)]
     quiet: bool,
@@ -69,7 +77,7 @@ impl Args {
     pub fn run(self) -> Result<u8, Failure> {
         // From the first moment: a signal that comes while the broker collects memory ends this process, and with it the
         // lease; one that comes later is the command's.
-        let (lease, report) = self.lease(PATIENCE)?;
+        let (lease, report) = self.first_lease()?;
         if !self.quiet {
             let (all, command) = (Size::from_bytes(report.bytes), &self.command[0]);
             let command = kvbroker::quote::plain(command);
@@ -90,8 +98,29 @@ impl Args {
         Ok(code(status))
     }
 
-    /// Asks for the memory, and waits until all of it is there. The connection is the lease.
-    fn lease(&self, patience: Duration) -> Result<(UnixStream, HoldReport), Failure> {
+    /// Asks, and within `--wait` asks again, until the memory is lent.
+    fn first_lease(&self) -> Result<Lease, Failure> {
+        let until = Instant::now() + Duration::from_secs(self.wait.into());
+        let mut told = self.quiet;
+        loop {
+            let why = match self.lease(PATIENCE)? {
+                Ok(lease) => return Ok(lease),
+                Err(why) => why,
+            };
+            let left = until.saturating_duration_since(Instant::now());
+            if left.is_zero() {
+                return Err(Failure::Refused(why));
+            }
+            if !std::mem::replace(&mut told, true) {
+                say(&format!("{why}; asking again for {} s at most", self.wait));
+            }
+            std::thread::sleep(left.min(ASK_AGAIN));
+        }
+    }
+
+    /// Asks for the memory, and waits until all of it is there, or until the broker says why not. The connection is the
+    /// lease.
+    fn lease(&self, patience: Duration) -> Result<Result<Lease, String>, Failure> {
         let mut stream = self.admin.connect()?;
         stream.set_read_timeout(Some(patience)).map_err(failed("the admin socket"))?;
         let shown = kvbroker::quote::plain(&self.command.join(" "));
@@ -105,10 +134,10 @@ impl Args {
         }
         let answer: serde_json::Value = serde_json::from_str(&line).map_err(other_version)?;
         if let Some(why) = answer["error"].as_str() {
-            return Err(Failure::Refused(why.into()));
+            return Ok(Err(why.into()));
         }
         let report = serde_json::from_value(answer).map_err(other_version)?;
-        Ok((stream, report))
+        Ok(Ok((stream, report)))
     }
 
     /// Until the command has ended: hands signals on, and looks for a broker if the one that lent the memory is gone.
@@ -121,13 +150,13 @@ impl Args {
             }
             if due.is_some_and(|t| t <= Instant::now()) {
                 match self.lease(RETRY_PATIENCE) {
-                    Ok((stream, report)) => {
+                    Ok(Ok((stream, report))) => {
                         let all = Size::from_bytes(report.bytes);
                         say(&format!("a broker is there again, and {all} are held as before"));
                         (lease, due, retry) = (Some(stream), None, FIRST_RETRY);
                     }
-                    Err(why) => {
-                        if let Failure::Refused(why) = why {
+                    not_yet => {
+                        if let Ok(Err(why)) | Err(Failure::Refused(why)) = not_yet {
                             say(&format!("a broker is there again, and does not lend the memory: {why}"));
                         }
                         retry = (retry * 2).min(LONGEST_RETRY);

@@ -7,6 +7,7 @@ use kvbroker::map::page_bytes;
 use kvbroker::model::{KvType, ModelShape};
 use kvbroker::packing::{CMA_ALIGNMENT_ORDER, ExtentSize, PackingError, Placement};
 use kvbroker::plan::{Board, Options, Plan};
+use kvbroker::profile::USUAL_TOKENS_PER_BLOCK;
 use kvbroker::size::Size;
 use std::io::Write;
 use std::path::PathBuf;
@@ -22,7 +23,7 @@ pub struct Args {
     #[arg(long, default_value = "256M", value_name = "SIZE")]
     pool: Size,
     /// Tokens in a block: a power of two
-    #[arg(long, default_value_t = 16, value_name = "N")]
+    #[arg(long, default_value_t = USUAL_TOKENS_PER_BLOCK, value_name = "N")]
     tokens_per_block: u32,
     /// The longest session, in tokens
     #[arg(long, default_value_t = 2048, value_name = "TOKENS")]

@@ -271,14 +271,29 @@ impl Session {
             && entries.is_some_and(|e| e.iter().map(|e| e.block).eq(window.blocks.iter().copied()))
     }
 
+    fn check_own(&self, window: &Window) -> Result<(), Error> {
+        if window.session != self.id {
+            return Err(Error::Invalid(format!("window {} is of another session", window.id)));
+        }
+        Ok(())
+    }
+
+    fn check_current(&self, window: &Window) -> Result<(), Error> {
+        self.check_own(window)?;
+        if !self.is_current(window) {
+            let text =
+                format!("window {} is over blocks that the session no longer has: extend it", window.id);
+            return Err(Error::Invalid(text));
+        }
+        Ok(())
+    }
+
     /// Has the window show at least all tokens up to `end`. While it does already, this asks nobody. It grows to twice its
     /// length where the pool has room, by blocks that the session will write next, so that it grows seldom; a udmabuf is a
     /// new one then, to be imported anew, and the old one can be closed by the device once it is. A window that is no longer
     /// current is made anew.
     pub fn extend_window(&mut self, window: &mut Window, end: usize) -> Result<(), Error> {
-        if window.session != self.id {
-            return Err(Error::Invalid(format!("window {} is of another session", window.id)));
-        }
+        self.check_own(window)?;
         if end > self.tokens {
             let text = format!("a window up to token {end}: the session holds {}", self.tokens);
             return Err(Error::Invalid(text));
@@ -415,11 +430,7 @@ impl Session {
     /// [`drain`](Self::drain). Waits as [`load`](Self::load) does.
     pub fn batch(&self, window: &Window, held: Option<&Batch>, at: usize) -> Result<Option<Batch>, Error> {
         let staging = window.staging()?;
-        if !self.is_current(window) {
-            let text =
-                format!("window {} is over blocks that the session no longer has: extend it", window.id);
-            return Err(Error::Invalid(text));
-        }
+        self.check_current(window)?;
         if at >= window.bytes() {
             return Err(Error::Invalid(format!("byte {at} of a window of {}", window.bytes())));
         }
@@ -430,11 +441,7 @@ impl Session {
     /// Copies what the device has written into the blocks. Refused, with nothing copied, if one of them may not be written.
     pub fn drain(&mut self, window: &Window, batch: &Batch) -> Result<(), Error> {
         window.staging()?;
-        if !self.is_current(window) {
-            let text =
-                format!("window {} is over blocks that the session no longer has: extend it", window.id);
-            return Err(Error::Invalid(text));
-        }
+        self.check_current(window)?;
         let part = window.part.bytes as usize;
         let first = window.first + batch.at / part;
         let end = window.first + (batch.at + batch.bytes).div_ceil(part);

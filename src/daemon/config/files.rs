@@ -29,6 +29,7 @@ impl Origins {
         }
     }
 
+    /// Keys that the command line has set are no file's.
     pub(super) fn forget(&mut self, keys: &[(&str, bool)]) {
         for (key, _) in keys.iter().filter(|(_, given)| *given) {
             self.0.remove(*key);
@@ -41,7 +42,12 @@ impl Origins {
     }
 
     /// The refusal of a value.
-    pub fn wrong(&self, key: &str, value: impl std::fmt::Display, why: String) -> ConfigError {
+    pub(in crate::daemon) fn wrong(
+        &self,
+        key: &str,
+        value: impl std::fmt::Display,
+        why: String,
+    ) -> ConfigError {
         let value = shown(&value.to_string(), 200);
         ConfigError::Setting { origin: self.of(key), key: key.into(), value, why: shown(&why, 1000) }
     }
@@ -69,6 +75,7 @@ pub(super) fn read_text(path: &Path) -> std::io::Result<String> {
     std::fs::read_to_string(path)
 }
 
+/// The `*.toml` files of the directory `path` + `.d`, in the order of their names; none where there is no such directory.
 pub(super) fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
     let mut directory = path.as_os_str().to_owned();
     directory.push(".d");
@@ -90,6 +97,7 @@ pub(super) fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigErro
     paths.into_iter().map(|p| Ok((p.clone(), read_text(&p).map_err(read(p))?))).collect()
 }
 
+/// Lays a file over those before it: key by key, and tenant by tenant.
 pub(super) fn merge(into: &mut toml::Table, from: toml::Table) {
     for (key, value) in from {
         match (into.get_mut(&key), value) {
