@@ -8,7 +8,7 @@
 //! joiners of hieroglyphs), no separator of lines or paragraphs (Zl, Zp), no other space (Zs), nothing of private use (Co), and
 //! nothing that is not assigned (Cn), as of the Unicode version of `unicode-properties` (18.0): what comes later is `?` until
 //! that is newer. Then there are the few that have a category of what is seen, and are blank: `BLANK`. And what changes its
-//! neighbours only, and would be seen by nobody beside others, is shown where it does: of marks [`MARKS`] at most in a row,
+//! neighbours only, and would be seen by nobody beside others, is shown where it does: of marks `MARKS` at most in a row,
 //! and what stacks letters (`STACKERS`) behind one of its script.
 
 use unicode_properties::{GeneralCategoryGroup, UnicodeGeneralCategory};

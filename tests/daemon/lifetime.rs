@@ -111,15 +111,15 @@ fn an_idle_daemon_sleeps_and_is_small() {
     let mut c = daemon.helper(A);
     c.must("open");
     c.must("ensure 0 200");
-    // What it has to do after its last answer is done when it sleeps.
+    // What it has to do after its last answer ends with the looks of `rest-ms`, which are half a second apart.
     let switches = || daemon.status_line("voluntary_ctxt_switches:");
     until("it sleeps", || {
         let before = switches();
-        std::thread::sleep(Duration::from_millis(100));
+        std::thread::sleep(Duration::from_millis(1200));
         switches() == before
     });
     let before = switches();
-    std::thread::sleep(Duration::from_secs(1));
+    std::thread::sleep(Duration::from_secs(2));
     assert_eq!(daemon.status_line("voluntary_ctxt_switches:"), before, "it woke up with nothing to do");
     let kib = daemon.status_line("VmRSS:") - daemon.status_line("RssShmem:");
     println!("resident without the pool: {kib} KiB (debug build)");
