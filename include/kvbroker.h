@@ -356,9 +356,12 @@ KVB_API int64_t kvb_session_tokens(const kvb_session *session);
 KVB_API int64_t kvb_session_first_token(const kvb_session *session);
 
 /* A session of higher priority needs this one's blocks: milliseconds until the broker ends it, at least 1; 0 when it is not
- * asked for. Close or trim it before, if the work can be done later; afterwards the broker refuses calls on it with
- * SESSION_LOST, and its rows read as zero or as they were. Asks nobody: it is told by any call that asks the broker, and by
- * kvb_client_poll. */
+ * asked for. Close or trim it before, if the work can be done later; afterwards calls on it, and this one, are refused with
+ * SESSION_LOST. Addresses of its rows, views and windows are good until it is closed, and what is written there disturbs nobody;
+ * what is read there is what was there, zeros, or, where it was sealed, what another session of this user has there by now.
+ * Asks nobody: it is told by any call that asks the broker, and by kvb_client_poll. While a call of one thread waits for the
+ * broker, the broker reads nothing else of this client: sessions that may have to make room for others of this very process
+ * are better closed first, or are another client's. Errors: SESSION_LOST. */
 KVB_API int64_t kvb_session_wanted_back(const kvb_session *session);
 
 /* Index of the first token whose rows are not what was sealed, if the broker has found such (`kvbctl fsck`): trim to it and

@@ -580,6 +580,153 @@ fn credit_beyond_the_pool_is_refused_at_once_and_takes_nothing_from_anybody() {
     assert_eq!(p.credit(), 299);
 }
 
+/// A session of priority 1 that fills the pool of 8 extents, and one of the usual priority, of the same client.
+fn pressed(c: &Client) -> (Session, Session) {
+    let profile = c.profile(&profile()).unwrap();
+    let open = |priority| {
+        c.open(&profile, OpenOptions { model: "m".into(), priority, ..OpenOptions::default() }).unwrap()
+    };
+    let (mut low, high) = (open(1), open(0));
+    low.ensure(32 * 16).unwrap();
+    fill(&mut low, 0..32 * 16, 1);
+    // What the broker does not know to be a session's is nobody's to make room with.
+    low.admit(0, false).unwrap();
+    (low, high)
+}
+
+#[test]
+fn what_a_session_that_was_ended_wrote_is_refused_and_its_addresses_disturb_nobody() {
+    let broker = broker(8);
+    let c = client(&broker, 1000);
+    let (mut low, mut high) = pressed(&c);
+    let ids: Vec<u32> = (0..16 * 16).collect();
+    low.seal(&ids).unwrap();
+    let addresses: Vec<*mut u8> = (0..32 * 16).map(|token| low.row_mut(token, 0, Kv::K)).collect();
+    assert!(!low.is_lost());
+    high.ensure(24 * 16).unwrap();
+    fill(&mut high, 0..24 * 16, 2);
+    assert!(low.is_lost() && low.wanted_back().is_none());
+
+    // Not the other's rows, and not zeros that pass for its own.
+    let mut got = vec![0; ROW];
+    let lost = [
+        low.read_row(0, 0, Kv::K, &mut got).unwrap_err(),
+        low.read_row(31 * 16, 0, Kv::K, &mut got).unwrap_err(),
+        low.write_row(31 * 16, 0, Kv::K, &row(0, 0, Kv::K, 3)).unwrap_err(),
+        low.ensure(1).unwrap_err(),
+        low.ensure(40 * 16).unwrap_err(),
+        low.writable(0..16).unwrap_err(),
+        low.trim(16).unwrap_err(),
+    ];
+    lost.iter().for_each(|e| assert_eq!(e.fault(), Some(Fault::SessionLost), "{e}"));
+    // Who has an address goes on for a while: in memory that is there, and nobody else's. What was sealed is not written.
+    for at in &addresses[16 * 16..] {
+        // SAFETY: rows of a session that is open, which its own thread may write.
+        unsafe { at.write_bytes(0xee, ROW) };
+    }
+    for at in &addresses {
+        // SAFETY: as above.
+        unsafe { at.read_volatile() };
+    }
+    holds(&high, 0..24 * 16, 2);
+    drop(low);
+    high.ensure(32 * 16).unwrap();
+    holds(&high, 0..24 * 16, 2);
+    drop(high);
+    assert_eq!(account(&broker, "private") + account(&broker, "shared"), 0);
+}
+
+#[test]
+fn while_one_thread_waits_for_room_another_hears_that_a_session_is_wanted_back() {
+    let broker = broker(8);
+    let c = client(&broker, 1000);
+    let (low, mut high) = pressed(&c);
+    std::thread::scope(|scope| {
+        let waits = scope.spawn(|| high.ensure(24 * 16).unwrap());
+        while low.wanted_back().is_none() {
+            // The request may not have been sent yet; its answer ends the session, and with it the request to make room.
+            assert!(!waits.is_finished() && !low.is_lost(), "it was ended before anybody could hear of it");
+            c.poll().unwrap();
+            std::thread::yield_now();
+        }
+        waits.join().unwrap();
+    });
+    c.poll().unwrap();
+    assert!(low.is_lost());
+}
+
+#[test]
+fn threads_of_one_client_attach_at_the_same_time_and_all_find_the_prefix() {
+    let broker = broker(64);
+    let publisher = client(&broker, 1000);
+    let ids: Vec<u32> = (0..100 * 16).collect();
+    let mut first = open(&publisher);
+    first.ensure(ids.len()).unwrap();
+    fill(&mut first, 0..ids.len(), 1);
+    first.seal(&ids).unwrap();
+    for round in 0..20 {
+        // A new client each time: no extent of the prefix is mapped in it.
+        let c = client(&broker, 1000);
+        let start = std::sync::Barrier::new(8);
+        std::thread::scope(|scope| {
+            for thread in 1..=8 {
+                let (c, start, ids) = (&c, &start, &ids);
+                scope.spawn(move || {
+                    let mut s = open(c);
+                    let prompt = &ids[..thread * 12 * 16 + 1];
+                    start.wait();
+                    assert_eq!(s.attach(prompt).unwrap(), prompt.len() - 1, "round {round}");
+                    holds(&s, 0..prompt.len() - 1, 1);
+                });
+            }
+        });
+    }
+}
+
+#[test]
+fn what_was_promised_is_granted_at_once_however_long_it_is() {
+    // 400 blocks: more than one request can ask for.
+    let broker = broker(100);
+    let c = client(&broker, 1000);
+    let mut s = open(&c);
+    assert_eq!(s.admit(380 * 16, false).unwrap(), Admission::Admitted);
+    let p = c.profile(&profile()).unwrap();
+    assert_eq!(p.room().unwrap().free, 20);
+    s.ensure(380 * 16).unwrap();
+    assert_eq!((s.table().len(), p.room().unwrap().free), (380, 20));
+}
+
+#[test]
+fn cached_blocks_of_another_model_are_no_reason_to_refuse_a_long_prompt() {
+    let broker = broker(100);
+    let c = client(&broker, 1000);
+    let other = c.profile(&Profile::uniform("other", "f16", 1, 512, 512, 32).unwrap()).unwrap();
+    let mut cached = c.open(&other, OpenOptions { model: "o".into(), ..OpenOptions::default() }).unwrap();
+    let ids: Vec<u32> = (0..32 * 4 * 90).collect();
+    cached.ensure(ids.len()).unwrap();
+    cached.seal(&ids).unwrap();
+    drop(cached);
+    other.release_credit().unwrap();
+    assert_eq!(c.profile(&profile()).unwrap().room().unwrap().free, 400);
+    open(&c).ensure(300 * 16).unwrap();
+    c.profile(&profile()).unwrap().reserve(390).unwrap();
+}
+
+#[test]
+fn a_long_prompt_of_higher_priority_gets_its_room_in_one_call() {
+    let broker = broker(100);
+    let (c, d) = (client(&broker, 1000), client(&broker, 1000));
+    let profile = d.profile(&profile()).unwrap();
+    let mut low =
+        d.open(&profile, OpenOptions { model: "m".into(), priority: 1, ..OpenOptions::default() }).unwrap();
+    low.ensure(200 * 16).unwrap();
+    low.admit(0, false).unwrap();
+    let mut high = open(&c);
+    high.ensure(390 * 16).unwrap();
+    d.poll().unwrap();
+    assert!(low.is_lost());
+}
+
 #[test]
 fn a_forked_child_that_drops_what_it_inherits_unmaps_nothing_of_its_own() {
     let broker = broker(4);

@@ -6,11 +6,12 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Arc, Mutex};
 use std::time::Duration;
 
-use kvbroker::broker::{Broker, Policy};
+use kvbroker::broker::{Broker, Policy, TenantPolicy};
 use kvbroker::client::{
     Client, ClientOptions, Embedded, Error, Notice, OpenOptions, Pager, PagerOptions, PagerPlane,
 };
 use kvbroker::heap::Memfd;
+use kvbroker::id::Tenant;
 use kvbroker::profile::{Kv, Profile};
 use kvbroker::wire::Fault;
 
@@ -280,6 +281,94 @@ fn what_the_pool_has_no_room_for_spills_into_private_memory_that_is_counted_and_
     assert_eq!((p.stats().units_held, p.stats().units_spilled), (0, 0));
 }
 
+/// The pool of two extents is full: a pager of a tenant of low priority holds it, and writes of what it was told. Then a
+/// session of another tenant grows, on a thread of its own, and `meanwhile` is called until it has what it wants.
+fn pressed(spill: u64, mut meanwhile: impl FnMut(&Pager, usize)) -> (Embedded, Pager, Notices) {
+    let low = TenantPolicy { priority: 1, ..TenantPolicy::default() };
+    let policy = Policy { tenants: [(Tenant(1001), low)].into(), ..Policy::default() };
+    let heap = Arc::new(Memfd::new(false));
+    let broker = Embedded::new(Broker::new(heap, EXTENT, 2, 2, policy).unwrap());
+    let (notices, inside) = (Notices::default(), broker.clone());
+    let sink = notices.clone();
+    let notify = Arc::new(move |n: &Notice| sink.lock().unwrap().push(n.clone()));
+    let options = PagerOptions { spill, notify: Some(notify), ..options() };
+    let connect = move || Client::on(&inside, 1001, ClientOptions { credit_ahead: 0, ..Default::default() });
+    let p = Pager::new(&planes(4096), options, connect).unwrap();
+    let filled = 2 * EXTENT as usize / p.stats().block_bytes;
+    (0..filled).for_each(|unit| fill_unit(&p, unit));
+    wait_for_blocks(&broker, &p, filled as u64);
+    std::thread::scope(|scope| {
+        let high = scope.spawn(|| {
+            let c = client(&broker);
+            let profile = c.profile(&Profile::uniform("high", "f16", 2, 512, 512, 16).unwrap()).unwrap();
+            let mut high = c.open(&profile, OpenOptions { model: "h".into(), ..Default::default() }).unwrap();
+            high.ensure(16 * 8).unwrap();
+            high.write_row(0, 0, Kv::K, &[99; 512]).unwrap();
+        });
+        while !high.is_finished() {
+            meanwhile(&p, filled);
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        high.join().unwrap();
+    });
+    (broker, p, notices)
+}
+
+type Notices = Arc<Mutex<Vec<Notice>>>;
+
+fn wait_until_taken(notices: &Notices) {
+    while !notices.lock().unwrap().contains(&Notice::Taken) {
+        std::thread::sleep(Duration::from_millis(1));
+    }
+}
+
+fn fill_unit(p: &Pager, unit: usize) {
+    for plane in 0..2 * LAYERS {
+        (0..p.unit_bytes(plane))
+            .step_by(512)
+            .for_each(|at| write(p, plane, unit * p.unit_bytes(plane) + at, 7 + unit as u8));
+    }
+}
+
+fn unit_holds(p: &Pager, unit: usize) -> bool {
+    let whole = |plane| {
+        let at = |at: &usize| read(p, plane, unit * p.unit_bytes(plane) + at) == 7 + unit as u8;
+        (0..p.unit_bytes(plane)).step_by(512).all(|offset| at(&offset))
+    };
+    (0..2 * LAYERS).all(whole)
+}
+
+#[test]
+fn what_a_session_of_higher_priority_needs_moves_into_private_memory_and_nothing_of_it_is_lost() {
+    let (broker, p, told) = pressed(8 << 20, |p, filled| {
+        (0..filled).for_each(|unit| assert!(unit_holds(p, unit), "unit {unit}"));
+        // Written while it moves.
+        fill_unit(p, 0);
+    });
+    let filled = 2 * EXTENT as usize / p.stats().block_bytes;
+    assert!((0..filled).all(|unit| unit_holds(&p, unit)));
+    assert_eq!((p.stats().units_held, p.stats().units_spilled), (0, filled));
+    let moved = |n: &Notice| matches!(n, Notice::Spilled { why, .. } if why.contains("higher priority"));
+    let told = told.lock().unwrap().clone();
+    assert_eq!(told.iter().filter(|n| moved(n)).count(), 1, "{told:?}");
+    p.clear().unwrap();
+    assert_eq!((p.stats().units_spilled, read(&p, 0, 0)), (0, 0));
+    drop(p);
+    assert_eq!(account(&broker, "free"), 2 * EXTENT);
+}
+
+#[test]
+fn without_private_memory_the_process_ends_with_words_instead_of_reading_zeros_and_clearing_begins_anew() {
+    let out = play("taken");
+    assert_eq!(out.status.signal(), Some(libc::SIGSEGV), "{}", said(&out));
+    let words = said(&out);
+    assert!(words.contains("higher priority") && words.contains("KVBROKER_SPILL="), "{words}");
+    assert!(
+        words.contains("told in time") && words.contains("begun anew") && !words.contains("zeros"),
+        "{words}"
+    );
+}
+
 #[test]
 fn with_the_whole_asked_for_at_the_start_the_refusal_comes_there_and_later_writes_cannot_fail() {
     let broker = broker(4);
@@ -412,6 +501,23 @@ fn the_child_plays_its_role() {
     let Ok(role) = std::env::var(ROLE) else { return };
     let broker = broker(2);
     match role.as_str() {
+        "taken" => {
+            let (_broker, p, told) = pressed(0, |_, _| ());
+            wait_until_taken(&told);
+            let told = told.lock().unwrap().clone();
+            if matches!(&told[..], [Notice::WantedBack { needed, spill: 0 }, Notice::Taken] if *needed == 2 * EXTENT)
+            {
+                eprintln!("told in time");
+            }
+            p.clear().unwrap();
+            write(&p, 0, 0, 5);
+            if read(&p, 0, 0) == 5 && p.stats().units_held == 1 {
+                eprintln!("begun anew");
+            }
+            let (_broker, p, told) = pressed(0, |_, _| ());
+            wait_until_taken(&told);
+            eprintln!("{}", if read(&p, 0, 0) == 0 { "zeros" } else { "as it was" });
+        }
         "default" => {
             handle(libc::SIG_DFL, 0);
             let _p = works(&broker);

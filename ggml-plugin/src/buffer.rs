@@ -239,6 +239,14 @@ fn tell(id: u64, notice: &Notice) {
             "KV buffer {id} has {} in private memory, outside the pool: {why}",
             Size::from_bytes(*bytes)
         )),
+        Notice::WantedBack { needed, spill } => warn(&format!(
+            "a session of higher priority needs the memory of KV buffer {id}, and the broker takes it before long: this process ends then. With KVBROKER_SPILL={} it would go on in memory of its own ({} is set)",
+            Size::from_bytes(*needed),
+            Size::from_bytes(*spill)
+        )),
+        Notice::Taken => {
+            warn(&format!("the broker has taken KV buffer {id} for a session of higher priority"))
+        }
         Notice::Lost => warn(&format!(
             "the broker has gone; KV buffer {id} keeps what it has, and asks the next broker when it needs more"
         )),

@@ -86,9 +86,11 @@ impl Broker {
         (pool.clean_extents() + pool.soon_clean() + back).saturating_sub(self.owed_to_holds())
     }
 
-    /// Blocks that the tenant could be granted as soon as the worker is done, its cached ones evicted.
-    pub(super) fn could_grant(&self, tenant: Tenant, cut: &Cut) -> u64 {
-        self.available(tenant, cut, 0).1 + self.may_evict(tenant, cut, 0)
+    /// Blocks that the tenant could be granted as soon as the worker is done: with all that a grant would take back and evict for
+    /// them, but without what others would have to be asked for.
+    pub(super) fn could_grant(&self, tenant: Tenant, cut: &Cut, own: u32) -> u64 {
+        let (idle, cold) = self.candidates(tenant, cut);
+        self.reach(tenant, cut, own, idle.iter().chain(&cold).map(|(_, e)| *e))
     }
 
     /// Cached blocks of the tenant that may go for a block of the asker's.

@@ -62,7 +62,7 @@ impl Broker {
             Verb::Pin => self.pin(client, session, r),
             Verb::Attach => self.attach(client, session, r),
             Verb::ReturnExtent => self.return_extent(client, r),
-            Verb::Query => self.query(client, r),
+            Verb::Query => self.query(client, session, r),
             Verb::Close => self.close(client, session, r),
             Verb::Window => self.window(client, session, r, Default::default()),
             Verb::CloseWindow => self.end_window(client, r),
@@ -736,7 +736,7 @@ impl Broker {
         empty()
     }
 
-    fn query(&mut self, client: ClientId, mut r: Reader<'_>) -> Answered {
+    fn query(&mut self, client: ClientId, id: SessionId, mut r: Reader<'_>) -> Answered {
         let query: wire::Query = *r.one()?;
         r.end()?;
         one_of("query: reserved", query.reserved, 0)?;
@@ -744,13 +744,15 @@ impl Broker {
         let cut = *cut;
         let tenant = self.client(client).tenant;
         let pool = &self.state.pool;
+        let asker = self.state.sessions.get(&id).filter(|s| s.client == client && s.format == format);
+        let own = asker.map_or(0, |s| s.promised);
         let mine = pool.extents().values().filter_map(|e| e.owned());
         let mine = mine.filter(|o| o.tenant == tenant && o.format == format);
         let held: u64 = mine.map(|o| o.slots.len() as u64 - u64::from(o.free)).sum();
         let mut reply = Reply::default();
         reply.body.put(&wire::Room {
             capacity: self.capacity(tenant, &cut).into(),
-            free: self.could_grant(tenant, &cut).into(),
+            free: self.could_grant(tenant, &cut, own).into(),
             held: held.into(),
         });
         done(reply)

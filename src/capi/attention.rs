@@ -96,6 +96,7 @@ struct Plan {
 
 impl Plan {
     fn of(c: &kvb_attention_call, session: &GroupedSession) -> Result<Plan, Failure> {
+        session.check_alive()?;
         let element = element(c.element)?;
         let layer = layer_number(session.profile(), c.layer)?;
         let mut shape = heads(c)?;

@@ -281,7 +281,9 @@ pub unsafe extern "C" fn kvb_session_first_token(session: *const kvb_session) ->
 pub unsafe extern "C" fn kvb_session_wanted_back(session: *const kvb_session) -> i64 {
     border(|| {
         // SAFETY: the header asks for a handle that is not closed.
-        let Some(until) = unsafe { read(session)? }.wanted_back() else { return Ok(0) };
+        let session = unsafe { read(session)? };
+        session.check_alive()?;
+        let Some(until) = session.wanted_back() else { return Ok(0) };
         let left = until.saturating_duration_since(std::time::Instant::now());
         Ok(i64::try_from(left.as_millis()).unwrap_or(i64::MAX).max(1))
     })

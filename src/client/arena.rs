@@ -2,12 +2,14 @@
 //!
 //! Owns one reserved range with a place for every extent the client may come to hold, the mappings in it, and the
 //! descriptors behind them. Invariants: a place that is occupied is mapped, readable, and writable unless it is
-//! a read-only copy, until [`Arena::unmap`]; a place that is not gives a fault; nothing is mapped over an occupied place. Offsets of blocks in
-//! the range are what block tables hold, so one base address serves all of them.
+//! a read-only copy, until [`Arena::unmap`]; one whose extent the broker has taken while a table still names blocks of it stays
+//! readable and writable, as zeros of this process's own, until no table does
+//! (`tests::a_place_that_tables_name_outlives_its_extent`); any other gives a fault; nothing is mapped over an occupied place. Offsets
+//! of blocks in the range are what block tables hold, so one base address serves all of them.
 
 #![allow(unsafe_code)]
 
-use std::collections::HashMap;
+use std::collections::{BTreeSet, HashMap};
 use std::io;
 use std::os::fd::{AsFd, AsRawFd, OwnedFd};
 use std::ptr::NonNull;
@@ -29,6 +31,8 @@ struct Occupied {
 struct Places {
     by_id: HashMap<ExtentId, Occupied>,
     free: Vec<Position>,
+    /// Without an extent, and named by tables.
+    left: BTreeSet<Position>,
 }
 
 /// See the module.
@@ -41,6 +45,8 @@ pub(super) struct Arena {
     places: Mutex<Places>,
     /// Which extent is at each position, 0 for none: the same as in `places`, for the data path.
     ids: Box<[AtomicU32]>,
+    /// How many entries of tables name a block at each position.
+    named: Box<[AtomicU32]>,
 }
 
 // SAFETY: the range belongs to the arena alone, its address never changes, and the table of places is behind a lock.
@@ -58,8 +64,9 @@ impl Arena {
         let base = reserve(None, bytes)?;
         // The lowest place first, so that a small client stays in a small part of the range.
         let places = Places { free: (0..extents).rev().collect(), ..Places::default() };
-        let ids = std::iter::repeat_with(AtomicU32::default).take(extents as usize).collect();
-        Ok(Arena { base, bytes, extent_bytes, made_by: std::process::id(), places: Mutex::new(places), ids })
+        let words = || std::iter::repeat_with(AtomicU32::default).take(extents as usize).collect();
+        let (ids, named, made_by) = (words(), words(), std::process::id());
+        Ok(Arena { base, bytes, extent_bytes, made_by, places: Mutex::new(places), ids, named })
     }
 
     fn places(&self) -> MutexGuard<'_, Places> {
@@ -106,9 +113,8 @@ impl Arena {
         };
         let bytes = if writable { self.extent_bytes } else { self.length(&fd)? };
         let position = places.free.pop().ok_or_else(full)?;
-        let at = position as usize * self.extent_bytes;
         // SAFETY: the place is inside the range and free, so the new mapping replaces only the reservation.
-        let mapped = unsafe { map_fixed(self.base().add(at), bytes, fd.as_fd(), 0, writable) };
+        let mapped = unsafe { map_fixed(self.at(position), bytes, fd.as_fd(), 0, writable) };
         if let Err(e) = mapped {
             places.free.push(position);
             return Err(e);
@@ -125,18 +131,67 @@ impl Arena {
         Some(bytes).filter(|b| *b > 0 && *b <= self.extent_bytes).ok_or_else(wrong)
     }
 
-    /// Unmaps an extent and closes its descriptor; `None` if it is not mapped.
-    pub fn unmap(&self, extent: ExtentId) -> Option<Position> {
-        let mut places = self.places();
-        let gone = places.by_id.remove(&extent)?;
-        self.ids[gone.position as usize].store(0, Ordering::Release);
-        let at = gone.position as usize * self.extent_bytes;
-        // SAFETY: the place was occupied by this extent alone; callers unmap only what no block table names.
-        let reserved = unsafe { reserve(Some(self.base().add(at)), self.extent_bytes) };
-        if reserved.is_ok() {
-            places.free.push(gone.position);
+    /// The position that byte `page` times 4 KiB of the range lies in.
+    pub fn position_of(&self, page: u32) -> Position {
+        (((page as usize) << crate::attention::PAGE_SHIFT) / self.extent_bytes) as Position
+    }
+
+    /// An entry of a table names a block there.
+    #[inline]
+    pub fn name(&self, position: Position) {
+        self.named[position as usize].fetch_add(1, Ordering::Relaxed);
+    }
+
+    /// An entry of a table names it no more.
+    pub fn unname(&self, position: Position) {
+        // Release and Acquire: whatever was done in the place by way of that entry is done before the place goes.
+        if self.named[position as usize].fetch_sub(1, Ordering::AcqRel) > 1 {
+            return;
         }
-        Some(gone.position)
+        let mut places = self.places();
+        let unnamed = self.named[position as usize].load(Ordering::Acquire) == 0;
+        if unnamed && places.left.remove(&position) {
+            self.clear(&mut places, position);
+        }
+    }
+
+    /// Unmaps an extent and closes its descriptor. Whether it is not mapped here any more, as far as the arena goes.
+    pub fn unmap(&self, extent: ExtentId) -> bool {
+        let mut places = self.places();
+        let Some(gone) = places.by_id.remove(&extent) else { return true };
+        let Occupied { position, fd } = gone;
+        if self.named[position as usize].load(Ordering::Acquire) == 0 {
+            self.ids[position as usize].store(0, Ordering::Release);
+            self.clear(&mut places, position);
+            return true;
+        }
+        // SAFETY: the place was occupied by this extent alone. Whoever uses it by way of a table finds memory there at every
+        // moment: the kernel replaces a mapping at once.
+        let zeros = unsafe { map_private(self.at(position), self.extent_bytes) };
+        if zeros.is_err() {
+            places.by_id.insert(extent, Occupied { position, fd });
+            return false;
+        }
+        self.ids[position as usize].store(0, Ordering::Release);
+        places.left.insert(position);
+        true
+    }
+
+    fn at(&self, position: Position) -> *mut u8 {
+        self.base().wrapping_add(position as usize * self.extent_bytes)
+    }
+
+    /// Makes a place that nobody uses free.
+    fn clear(&self, places: &mut Places, position: Position) {
+        // In a forked child the extents are not mapped, and something else may be where they were.
+        if std::process::id() != self.made_by {
+            return;
+        }
+        // No extent is there, and no table names a block of it.
+        let reserved = reserve(Some(self.at(position)), self.extent_bytes);
+        if reserved.is_ok() {
+            places.free.push(position);
+        }
     }
 
     /// A descriptor of the extent, for a device's driver.
@@ -244,6 +299,52 @@ pub(super) unsafe fn map_private(at: *mut u8, bytes: usize) -> io::Result<()> {
     Ok(())
 }
 
+/// Changes what may be done with a range.
+///
+/// # Safety
+/// The range is the caller's.
+pub(super) unsafe fn protect(at: *mut u8, bytes: usize, rights: i32) -> io::Result<()> {
+    // SAFETY: passed on to the caller.
+    match unsafe { libc::mprotect(at.cast(), bytes, rights) } {
+        0 => Ok(()),
+        _ => Err(io::Error::last_os_error()),
+    }
+}
+
+/// Puts private memory with the same bytes in place of what is at `at`: whoever reads there meanwhile finds them at every moment, whoever
+/// writes faults until it is done. On an error it is as it was.
+///
+/// # Safety
+/// The range is the caller's, readable, and a mapping of its own.
+pub(super) unsafe fn make_private(at: *mut u8, bytes: usize) -> io::Result<()> {
+    let rights = libc::PROT_READ | libc::PROT_WRITE;
+    let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS;
+    // SAFETY: the kernel chooses free addresses.
+    let copy = pointer(unsafe { libc::mmap(std::ptr::null_mut(), bytes, rights, flags, -1, 0) })?.as_ptr();
+    // SAFETY: passed on to the caller. When this returns, no thread writes there any more.
+    if let Err(e) = unsafe { protect(at, bytes, libc::PROT_READ) } {
+        // SAFETY: mapped above, and known to nobody else.
+        unsafe { libc::munmap(copy.cast(), bytes) };
+        return Err(e);
+    }
+    // SAFETY: both ranges are readable, the new one is ours alone, and they differ.
+    unsafe { copy.copy_from_nonoverlapping(at, bytes) };
+    // SAFETY: as above; the copy takes the place of the range at once.
+    let moved = unsafe {
+        libc::madvise(copy.cast(), bytes, libc::MADV_DONTFORK);
+        libc::mremap(copy.cast(), bytes, bytes, libc::MREMAP_MAYMOVE | libc::MREMAP_FIXED, at)
+    };
+    if let Err(e) = pointer(moved) {
+        // SAFETY: as above.
+        unsafe {
+            let _ = protect(at, bytes, rights);
+            libc::munmap(copy.cast(), bytes);
+        }
+        return Err(e);
+    }
+    Ok(())
+}
+
 /// Ends a range of [`map_zero`] and whatever was mapped over it.
 ///
 /// # Safety
@@ -284,4 +385,47 @@ unsafe fn map_fixed(
         unsafe { got.as_ptr().add(page).read_volatile() };
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const EXTENT: usize = 64 << 10;
+
+    fn memory() -> OwnedFd {
+        let fd = nix::sys::memfd::memfd_create(c"extent", nix::sys::memfd::MFdFlags::MFD_CLOEXEC).unwrap();
+        nix::unistd::ftruncate(&fd, EXTENT as i64).unwrap();
+        fd
+    }
+
+    #[test]
+    fn a_place_that_tables_name_outlives_its_extent() {
+        let arena = Arena::new(2, EXTENT).unwrap();
+        let position = arena.map(ExtentId(7), memory(), true).unwrap();
+        let at = arena.at(position).wrapping_add(4096);
+        // SAFETY: inside the place, which is mapped and ours.
+        let (read, write) = (|| unsafe { at.read_volatile() }, |byte: u8| unsafe { at.write_volatile(byte) });
+        write(5);
+        arena.name(position);
+        arena.name(position);
+        assert!(arena.unmap(ExtentId(7)));
+        assert_eq!((arena.position(ExtentId(7)), arena.extent_at(position)), (None, None));
+        assert_eq!(read(), 0);
+        write(6);
+        assert_eq!(read(), 6);
+
+        // The next one does not come to lie there as long as an entry names the place.
+        arena.unname(position);
+        let other = arena.map(ExtentId(8), memory(), true).unwrap();
+        assert_ne!(other, position);
+        let full = arena.map(ExtentId(9), memory(), true).unwrap_err();
+        assert_eq!(full.kind(), io::ErrorKind::OutOfMemory);
+        assert_eq!(read(), 6);
+        arena.unname(position);
+        assert_eq!(arena.map(ExtentId(9), memory(), true).unwrap(), position);
+        assert_eq!(read(), 0);
+        assert!(arena.unmap(ExtentId(9)) && arena.unmap(ExtentId(8)) && arena.unmap(ExtentId(7)));
+        assert_eq!(arena.places().free.len(), 2);
+    }
 }

@@ -229,6 +229,16 @@ impl GroupedSession {
         self.sessions.iter().filter_map(Session::wanted_back).min()
     }
 
+    /// Whether the broker has ended a group of it, as [`Session::is_lost`].
+    pub fn is_lost(&self) -> bool {
+        self.sessions.iter().any(Session::is_lost)
+    }
+
+    /// Refuses what cannot be done with a session that has ended.
+    pub(crate) fn check_alive(&self) -> Result<(), Error> {
+        self.sessions.iter().try_for_each(Session::check_alive)
+    }
+
     /// The first token whose rows in any group are not what was sealed, as [`Session::damaged_from`].
     pub fn damaged_from(&self) -> Option<usize> {
         self.sessions.iter().filter_map(Session::damaged_from).min()

@@ -5,7 +5,7 @@
 //! the client with the next call, so no grant is ever lost; after the connection has failed once, everything fails. The
 //! tests at the end speak for the broker.
 
-use std::collections::VecDeque;
+use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -14,7 +14,7 @@ use std::time::{Duration, Instant};
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
 
-use super::Error;
+use super::{Error, Granted};
 use crate::broker::{Broker, Peer};
 use crate::heap::Heap;
 use crate::id::ClientId;
@@ -31,6 +31,8 @@ pub(super) struct Message {
     pub fds: Vec<OwnedFd>,
     /// Descriptors were sent that this process has no room for; `fds` is empty.
     pub fds_lost: bool,
+    /// What it hands over, once the client has taken that in.
+    pub grant: Option<Result<Granted, Error>>,
 }
 
 impl Message {
@@ -38,7 +40,15 @@ impl Message {
         let (header, body) = wire::split(bytes).map_err(|e| Error::Protocol(e.to_string()))?;
         let Header { opcode, fault, sequence, .. } = *header;
         let (opcode, fault) = (opcode.get(), fault.get());
-        Ok(Message { opcode, fault, sequence: sequence.get(), body: body.to_vec(), fds, fds_lost })
+        let (sequence, body) = (sequence.get(), body.to_vec());
+        Ok(Message { opcode, fault, sequence, body, fds, fds_lost, grant: None })
+    }
+
+    /// The blocks that it hands over.
+    pub fn granted(self) -> Result<Granted, Error> {
+        self.grant.unwrap_or_else(|| {
+            Err(Error::Protocol("an answer without the blocks that were asked for".into()))
+        })
     }
 
     /// The event, if it is one.
@@ -139,13 +149,18 @@ pub(super) struct Link {
     way: Way,
     sequence: u64,
     lost: Option<String>,
-    /// Messages for the client that no caller waits for: events, and late or unasked-for replies.
+    /// What has come and has not been taken in by the client: events and replies, in their order.
     pub aside: VecDeque<Message>,
+    /// Requests for whose replies threads wait.
+    awaited: BTreeSet<u64>,
+    /// Such replies, taken in.
+    answers: BTreeMap<u64, Message>,
 }
 
 impl Link {
     fn new(way: Way) -> Self {
-        Link { way, sequence: 0, lost: None, aside: VecDeque::new() }
+        let (awaited, answers) = (BTreeSet::new(), BTreeMap::new());
+        Link { way, sequence: 0, lost: None, aside: VecDeque::new(), awaited, answers }
     }
 
     /// Connects to the broker at `path`.
@@ -170,11 +185,6 @@ impl Link {
         }
     }
 
-    /// Number of the request that was sent last.
-    pub fn last_sequence(&self) -> u64 {
-        self.sequence
-    }
-
     pub fn is_lost(&self) -> bool {
         self.lost.is_some()
     }
@@ -184,7 +194,7 @@ impl Link {
         self.lost.clone().map(Error::Lost)
     }
 
-    /// Sends a request and waits for its reply.
+    /// Sends a request and waits for its reply, with the connection for itself. What comes before that is put aside.
     pub fn call(
         &mut self,
         verb: Verb,
@@ -193,32 +203,88 @@ impl Link {
         fill: impl FnOnce(&mut Writer),
     ) -> Result<Message, Error> {
         let deadline = Instant::now() + timeout;
-        let sequence = match self.send(verb, session, timeout, fill) {
-            Ok(sequence) => sequence,
-            Err(e) => return Err(self.refusal().unwrap_or(e)),
-        };
+        let sequence = self.ask(verb, session, timeout, fill)?;
         loop {
-            let late = Error::Timeout(timeout);
-            let left = deadline.checked_duration_since(Instant::now());
-            let Some(message) = self.receive(left.unwrap_or_default())? else {
-                // Not knowing whether it was done, the two sides could disagree about blocks from here on. The socket
-                // stays open, so that the broker takes nothing away.
-                if !verb.may_come_late() {
-                    self.lost = Some(late.to_string());
-                }
-                return Err(late);
-            };
-            if message.event() == Some(Event::Refused) {
-                let why = message.verdict().err();
-                self.lost = Some("it refused the connection".into());
-                return Err(why.unwrap_or_else(|| Error::Lost("it refused the connection".into())));
-            }
-            if message.sequence == sequence {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let heard = self.listen(left);
+            if let Some(i) = self.aside.iter().position(|m| m.sequence == sequence) {
+                self.give_up(sequence);
+                let message = self.aside.remove(i).expect("it is there");
                 message.verdict()?;
                 return Ok(message);
             }
-            self.aside.push_back(message);
+            match heard {
+                Err(e) => return Err(e),
+                Ok(false) if left.is_zero() => return Err(self.give_up_late(sequence, verb, timeout)),
+                Ok(_) => {}
+            }
         }
+    }
+
+    /// Sends a request for whose reply the caller will wait.
+    pub fn ask(
+        &mut self,
+        verb: Verb,
+        session: u64,
+        timeout: Duration,
+        fill: impl FnOnce(&mut Writer),
+    ) -> Result<u64, Error> {
+        match self.send(verb, session, timeout, fill) {
+            Ok(sequence) => {
+                self.awaited.insert(sequence);
+                Ok(sequence)
+            }
+            Err(e) => Err(self.refusal().unwrap_or(e)),
+        }
+    }
+
+    /// Puts aside the next message that is there, or comes within `longest`. `false` if there is none. An error when no other
+    /// will come.
+    pub fn listen(&mut self, longest: Duration) -> Result<bool, Error> {
+        if let Some(why) = &self.lost {
+            return Err(Error::Lost(why.clone()));
+        }
+        let Some(message) = self.receive(longest)? else { return Ok(false) };
+        if message.event() == Some(Event::Refused) {
+            let why = message.verdict().err();
+            return Err(why.unwrap_or(self.lose("it refused the connection".into())));
+        }
+        self.aside.push_back(message);
+        Ok(true)
+    }
+
+    /// Whether a thread waits for the reply to this request.
+    pub fn is_awaited(&self, sequence: u64) -> bool {
+        self.awaited.contains(&sequence)
+    }
+
+    /// Keeps a reply that has been taken in for the thread that waits for it.
+    pub fn keep(&mut self, message: Message) {
+        self.answers.insert(message.sequence, message);
+    }
+
+    /// The reply to a request, if it has been taken in.
+    pub fn answer(&mut self, sequence: u64) -> Option<Message> {
+        let answer = self.answers.remove(&sequence)?;
+        self.give_up(sequence);
+        Some(answer)
+    }
+
+    /// Nobody waits for this reply any more.
+    pub fn give_up(&mut self, sequence: u64) {
+        self.awaited.remove(&sequence);
+    }
+
+    /// The same because it is late. Returns the error.
+    pub fn give_up_late(&mut self, sequence: u64, verb: Verb, timeout: Duration) -> Error {
+        self.give_up(sequence);
+        let late = Error::Timeout(timeout);
+        // Not knowing whether it was done, the two sides could disagree about blocks from here on. The socket stays open, so
+        // that the broker takes nothing away.
+        if !verb.may_come_late() {
+            self.lost = Some(late.to_string());
+        }
+        late
     }
 
     /// What the broker said before it hung up, if it refused the connection.
@@ -272,11 +338,7 @@ impl Link {
     /// The next message that is there already, or that comes within `timeout`.
     fn receive(&mut self, timeout: Duration) -> Result<Option<Message>, Error> {
         let received = match &mut self.way {
-            Way::Inside { broker, id } => {
-                let mail = &mut broker.inside().mail;
-                let mine = mail.iter().position(|(to, _)| to == id);
-                return Ok(mine.map(|i| mail.remove(i).1));
-            }
+            Way::Inside { broker, id } => return Ok(receive_inside(broker, *id, timeout)),
             Way::Socket { socket, buffer } => {
                 let mut received = read_to_the_end(socket, buffer);
                 if matches!(&received, Err(e) if e.kind() == std::io::ErrorKind::WouldBlock) {
@@ -317,6 +379,27 @@ impl Drop for Link {
             inside.settle();
             inside.mail.retain(|(to, _)| to != id);
         }
+    }
+}
+
+/// The next message of a broker in this process, if it comes in time. There, only time can bring one that is not there already.
+fn receive_inside(broker: &Embedded, id: ClientId, timeout: Duration) -> Option<Message> {
+    /// How often to look.
+    const LOOK: Duration = Duration::from_millis(1);
+    let deadline = Instant::now() + timeout;
+    loop {
+        {
+            let mut inside = broker.inside();
+            let mine = |inside: &Inside| inside.mail.iter().position(|(to, _)| *to == id);
+            if mine(&inside).is_none() {
+                inside.settle();
+            }
+            if let Some(i) = mine(&inside) {
+                return Some(inside.mail.remove(i).1);
+            }
+        }
+        let left = deadline.checked_duration_since(Instant::now()).filter(|left| !left.is_zero())?;
+        std::thread::sleep(LOOK.min(left));
     }
 }
 

@@ -38,7 +38,7 @@ mod staging;
 mod sync;
 mod view;
 
-use std::collections::{BTreeSet, HashMap};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -214,12 +214,18 @@ struct Format {
 #[derive(Debug)]
 struct Shared {
     link: Mutex<Link>,
+    /// Threads that wait for it.
+    wanting: AtomicUsize,
     arena: Arena,
     formats: Mutex<Vec<Arc<Format>>>,
     /// Which format a request for blocks was about, until its reply has been taken in.
     asked: Mutex<HashMap<u64, (Arc<Format>, u64)>>,
     /// Sessions that the broker wants back, and when it ends them.
     wanted: Mutex<HashMap<u64, Instant>>,
+    /// Sessions that it has ended, and that are still open here.
+    lost: Mutex<HashSet<u64>>,
+    /// Whether there has been one.
+    any_lost: AtomicBool,
     /// The first damaged block of sessions that have one.
     damaged: Mutex<HashMap<u64, u32>>,
     info: BrokerInfo,
@@ -304,10 +310,13 @@ impl Client {
             .map_err(|source| Error::Map { what: "the address range of the pool".into(), source })?;
         let shared = Shared {
             link: Mutex::new(link),
+            wanting: AtomicUsize::new(0),
             arena,
             formats: Mutex::new(Vec::new()),
             asked: Mutex::new(HashMap::new()),
             wanted: Mutex::new(HashMap::new()),
+            lost: Mutex::default(),
+            any_lost: AtomicBool::new(false),
             damaged: Mutex::new(HashMap::new()),
             info,
             options,
@@ -373,21 +382,21 @@ impl Client {
         Ok(Session::new(self.shared.clone(), profile.format.clone(), opened.session.get(), options.zero))
     }
 
-    /// Takes in what the broker has to say, without waiting: an extent that it wants back, a late answer. Every call
-    /// does that too; who makes no calls for long should do it now and then, or when [`event_fd`](Self::event_fd) is
-    /// readable. An error when the broker has gone.
+    /// Takes in what the broker has to say: an extent that it wants back, a late answer. Every call does that too; who makes no
+    /// calls for long should do it now and then, or when [`event_fd`](Self::event_fd) is readable. Waits for no answer, and
+    /// while another thread's call does that, for some milliseconds at most. An error when the broker has gone.
     pub fn poll(&self) -> Result<(), Error> {
         self.shared.poll()
     }
 
     /// The connection's descriptor, to wait on; `None` when the broker is embedded. It stays the client's.
     pub fn event_fd(&self) -> Option<RawFd> {
-        lock(&self.shared.link).fd().map(|fd| fd.as_raw_fd())
+        self.shared.enter().fd().map(|fd| fd.as_raw_fd())
     }
 
     /// Whether the broker has gone.
     pub fn is_lost(&self) -> bool {
-        lock(&self.shared.link).is_lost()
+        self.shared.enter().is_lost()
     }
 }
 
@@ -409,7 +418,7 @@ impl ClientProfile {
 
     /// How much of it there is.
     pub fn room(&self) -> Result<Room, Error> {
-        self.client.room(&self.format)
+        self.client.room(&self.format, 0)
     }
 
     /// Takes `blocks` blocks as credit now, all or none, so that growing by as much cannot be refused later.
@@ -456,13 +465,34 @@ where
     Ok(one)
 }
 
+/// How long a call that waits keeps the connection to itself, so that other threads can speak and hear meanwhile. A thread whose
+/// answer another one has taken in finds it after as long at the latest.
+const SLICE: Duration = Duration::from_millis(5);
+
 impl Shared {
     fn link(&self) -> Result<MutexGuard<'_, Link>, Error> {
         // A forked child shares the socket with its parent: one word from it would spoil the parent's conversation.
         if std::process::id() != self.made_by {
             return Err(Error::Forked);
         }
-        Ok(lock(&self.link))
+        Ok(self.enter())
+    }
+
+    fn enter(&self) -> MutexGuard<'_, Link> {
+        self.wanting.fetch_add(1, Ordering::Relaxed);
+        let link = lock(&self.link);
+        self.wanting.fetch_sub(1, Ordering::Relaxed);
+        link
+    }
+
+    /// Lets other threads have the connection.
+    fn step_back<'a>(&'a self, link: MutexGuard<'a, Link>) -> MutexGuard<'a, Link> {
+        drop(link);
+        if self.wanting.load(Ordering::Relaxed) > 0 {
+            // Whoever lets go of a lock and takes it at once is quicker than one that has to wake up first.
+            std::thread::sleep(Duration::from_micros(100));
+        }
+        self.enter()
     }
 
     fn poll(&self) -> Result<(), Error> {
@@ -472,48 +502,108 @@ impl Shared {
         link.lost().map_or(Ok(()), Err)
     }
 
-    fn room(&self, format: &Format) -> Result<Room, Error> {
+    /// Whether the broker has ended a session.
+    #[inline]
+    fn has_lost(&self, session: u64) -> bool {
+        self.any_lost.load(Ordering::Relaxed) && lock(&self.lost).contains(&session)
+    }
+
+    fn note_lost(&self, session: u64) {
+        lock(&self.wanted).remove(&session);
+        lock(&self.lost).insert(session);
+        self.any_lost.store(true, Ordering::Relaxed);
+    }
+
+    /// A session is closed.
+    fn forget(&self, session: u64) {
+        lock(&self.wanted).remove(&session);
+        lock(&self.lost).remove(&session);
+        lock(&self.damaged).remove(&session);
+    }
+
+    /// How much there is, for a session if it is not 0.
+    fn room(&self, format: &Format, session: u64) -> Result<Room, Error> {
         let query = wire::Query { format: format.id.into(), reserved: 0.into() };
-        let reply = self.call(Verb::Query, 0, |w| {
+        let reply = self.call(Verb::Query, session, |w| {
             w.put(&query);
         })?;
         let room: wire::Room = read_one(&reply)?;
         Ok(Room { capacity: room.capacity.get(), free: room.free.get(), held: room.held.get() })
     }
 
+    /// Sends a request and waits for its reply. Blocks that come with it are mapped when this returns ([`Message::granted`]),
+    /// and belong to the caller.
     fn call(&self, verb: Verb, session: u64, fill: impl FnOnce(&mut Writer)) -> Result<Message, Error> {
-        let mut link = self.link()?;
-        let reply = link.call(verb, session, self.options.timeout, fill);
-        // What the broker has done is done, whatever else it had to say.
-        if let Err(e) = self.take_in(&mut link) {
-            log::debug!("taking in what the broker says: {e}");
-        }
-        reply
+        self.call_late(verb, session, fill, |_| ())
     }
 
-    /// A request whose reply hands over blocks: they are mapped when this returns, and belong to the caller.
+    /// [`call`](Self::call). `late` is told the request's number when the answer may still come.
+    fn call_late(
+        &self,
+        verb: Verb,
+        session: u64,
+        fill: impl FnOnce(&mut Writer),
+        late: impl FnOnce(u64),
+    ) -> Result<Message, Error> {
+        let timeout = self.options.timeout;
+        let deadline = Instant::now() + timeout;
+        let mut link = self.link()?;
+        let sequence = link.ask(verb, session, timeout, fill)?;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let heard = link.listen(SLICE.min(left));
+            // In the order in which it came, whoever it is for: what one answer brings, the next may speak of.
+            if let Err(e) = self.take_in(&mut link) {
+                log::debug!("taking in what the broker says: {e}");
+            }
+            if let Some(reply) = link.answer(sequence) {
+                let refused = reply.verdict().err();
+                if refused.as_ref().and_then(Error::fault) == Some(wire::Fault::SessionLost) {
+                    self.note_lost(session);
+                }
+                return refused.map_or(Ok(reply), Err);
+            }
+            match heard {
+                Err(e) => {
+                    link.give_up(sequence);
+                    return Err(e);
+                }
+                Ok(false) if left.is_zero() => {
+                    let why = link.give_up_late(sequence, verb, timeout);
+                    late(sequence);
+                    return Err(why);
+                }
+                Ok(true) => {}
+                Ok(false) => link = self.step_back(link),
+            }
+        }
+    }
+
+    /// A request whose reply hands over blocks of credit: they are mapped when this returns, and belong to the caller.
     fn request_blocks(
         &self,
-        link: &mut Link,
         format: &Arc<Format>,
         verb: Verb,
         session: u64,
         fill: impl FnOnce(&mut Writer),
     ) -> Result<Vec<Spare>, Error> {
-        let reply = link.call(verb, session, self.options.timeout, fill);
-        if matches!(reply, Err(Error::Timeout(_))) {
-            // The answer may still come, and with it blocks.
-            lock(&self.asked).insert(link.last_sequence(), (format.clone(), session));
-        }
-        self.take_in(link)?;
-        let (_, blocks) = self.take_over_credit(link, reply?)?;
-        Ok(blocks.into_iter().map(|(spare, _)| spare).collect())
+        // The answer may still come, and with it blocks.
+        let late = |sequence| _ = lock(&self.asked).insert(sequence, (format.clone(), session));
+        let reply = self.call_late(verb, session, fill, late)?;
+        Ok(reply.granted()?.1.into_iter().map(|(spare, _)| spare).collect())
     }
 
     /// Refuses more blocks than there can be, before the first of several requests for them has taken what others would
-    /// get. `kept`: blocks that the caller has beside them; `ready`: what it has of them already.
-    fn refuse_if_short(&self, format: &Format, count: usize, kept: usize, ready: u32) -> Result<(), Error> {
-        let room = self.room(format)?;
+    /// get. `kept`: blocks that the session, if it is not 0, has beside them; `ready`: what there is of them already.
+    fn refuse_if_short(
+        &self,
+        format: &Format,
+        session: u64,
+        count: usize,
+        kept: usize,
+        ready: u32,
+    ) -> Result<(), Error> {
+        let room = self.room(format, session)?;
         let needed = count as u64;
         let all = needed.saturating_add(kept as u64);
         let ready = room.free.saturating_add(u64::from(ready));
@@ -538,19 +628,16 @@ impl Shared {
     /// Takes blocks for no table yet, all or none: they belong to the caller.
     fn reserve(&self, format: &Arc<Format>, blocks: usize) -> Result<Vec<Spare>, Error> {
         if blocks > MAX_FDS {
-            self.refuse_if_short(format, blocks, 0, 0)?;
+            self.refuse_if_short(format, 0, blocks, 0, 0)?;
         }
         let mut got = Vec::with_capacity(blocks);
         while got.len() < blocks {
             // Each may lie in an extent of its own, whose descriptor comes with it.
             let want = (blocks - got.len()).min(MAX_FDS) as u32;
             let reserve = wire::Reserve { format: format.id.into(), want: want.into() };
-            let answer = {
-                let mut link = self.link()?;
-                self.request_blocks(&mut link, format, Verb::Reserve, 0, |w| {
-                    w.put(&reserve);
-                })
-            };
+            let answer = self.request_blocks(format, Verb::Reserve, 0, |w| {
+                w.put(&reserve);
+            });
             match answer {
                 Ok(spares) => got.extend(spares),
                 Err(e) => {
@@ -578,35 +665,58 @@ impl Shared {
         Ok(())
     }
 
-    /// Takes in the messages that nobody waited for.
+    /// Takes in what has come, all of it, in its order. What could not be taken in is told.
     fn take_in(&self, link: &mut Link) -> Result<(), Error> {
+        let mut all = Ok(());
         while let Some(message) = link.aside.pop_front() {
-            match message.event() {
-                Some(Event::GiveBack) => self.give_back(link, &message)?,
-                Some(Event::ReclaimSession) => {
-                    let event: wire::ReclaimSession = read_one(&message)?;
-                    let until = Instant::now() + Duration::from_millis(event.deadline_ms.get().into());
-                    lock(&self.wanted).insert(event.session.get(), until);
-                }
-                Some(Event::PrefixDamaged) => {
-                    let event: wire::Damaged = read_one(&message)?;
-                    let mut damaged = lock(&self.damaged);
-                    let first = damaged.entry(event.session.get()).or_insert(u32::MAX);
-                    *first = event.block.get().min(*first);
-                }
-                Some(_) | None if message.sequence == 0 => {}
-                _ => {
-                    let asked = lock(&self.asked).remove(&message.sequence);
-                    let Some((format, _)) = asked else { continue };
-                    // Refused ahead of need: the next request that really needs blocks will be told why.
-                    if message.verdict().is_err() {
-                        continue;
-                    }
-                    for (spare, _) in self.take_over_credit(link, message)?.1 {
-                        format.credits.give(spare);
-                    }
-                }
+            let taken = match message.sequence {
+                0 => self.take_in_event(link, &message),
+                _ => self.take_in_reply(link, message),
+            };
+            all = all.and(taken);
+        }
+        all
+    }
+
+    fn take_in_event(&self, link: &mut Link, message: &Message) -> Result<(), Error> {
+        match message.event() {
+            Some(Event::GiveBack) => self.give_back(link, message)?,
+            Some(Event::ReclaimSession) => {
+                let event: wire::ReclaimSession = read_one(message)?;
+                let until = Instant::now() + Duration::from_millis(event.deadline_ms.get().into());
+                lock(&self.wanted).insert(event.session.get(), until);
             }
+            Some(Event::SessionLost) => {
+                let event: wire::Opened = read_one(message)?;
+                self.note_lost(event.session.get());
+            }
+            Some(Event::PrefixDamaged) => {
+                let event: wire::Damaged = read_one(message)?;
+                let mut damaged = lock(&self.damaged);
+                let first = damaged.entry(event.session.get()).or_insert(u32::MAX);
+                *first = event.block.get().min(*first);
+            }
+            _ => {}
+        }
+        Ok(())
+    }
+
+    /// Maps what came with a reply, and keeps it for whoever waits for it. If nobody does, blocks are credit.
+    fn take_in_reply(&self, link: &mut Link, mut message: Message) -> Result<(), Error> {
+        let asked = lock(&self.asked).remove(&message.sequence);
+        if let Ok(Verb::Grow | Verb::Reserve | Verb::Trim) = message.verdict() {
+            message.grant = Some(self.take_over_credit(link, &mut message));
+        } else if let Ok(Verb::Attach) = message.verdict() {
+            message.grant = Some(self.take_over(&mut message));
+        }
+        if link.is_awaited(message.sequence) {
+            link.keep(message);
+            return Ok(());
+        }
+        // Refused ahead of need: the next request that really needs blocks will be told why.
+        let Some((format, _)) = asked.filter(|_| message.grant.is_some()) else { return Ok(()) };
+        for (spare, _) in message.granted()?.1 {
+            format.credits.give(spare);
         }
         Ok(())
     }
@@ -622,14 +732,15 @@ impl Shared {
     }
 
     /// Maps what came with a grant. Returns the tokens that it names, and its blocks with their flags.
-    fn take_over(&self, message: Message) -> Result<(u64, Vec<(Spare, u32)>), Error> {
-        let grant = ParsedGrant::parse(&message)?;
+    fn take_over(&self, message: &mut Message) -> Result<Granted, Error> {
+        let grant = ParsedGrant::parse(message)?;
+        let fds = std::mem::take(&mut message.fds);
         if message.fds_lost {
             let source = std::io::Error::from_raw_os_error(libc::EMFILE);
             return Err(Error::Map { what: "the descriptors of a grant".into(), source });
         }
-        if grant.extents.len() != message.fds.len() {
-            let (named, came) = (grant.extents.len(), message.fds.len());
+        if grant.extents.len() != fds.len() {
+            let (named, came) = (grant.extents.len(), fds.len());
             return Err(Error::Protocol(format!(
                 "a grant names {named} extents and brings {came} descriptors"
             )));
@@ -637,7 +748,7 @@ impl Shared {
         if grant.alone {
             self.alone.store(true, Ordering::Relaxed);
         }
-        for ((&id, &writable), fd) in grant.extents.iter().zip(&grant.writable).zip(message.fds) {
+        for ((&id, &writable), fd) in grant.extents.iter().zip(&grant.writable).zip(fds) {
             let what = || format!("{id} of {} bytes", self.info.extent_bytes);
             self.arena.map(id, fd, writable).map_err(|source| Error::Map { what: what(), source })?;
         }
@@ -651,24 +762,29 @@ impl Shared {
     }
 
     /// The same for a grant of credit. What cannot be mapped here goes back to the broker, all of it.
-    fn take_over_credit(&self, link: &mut Link, message: Message) -> Result<(u64, Vec<(Spare, u32)>), Error> {
-        let grant = ParsedGrant::parse(&message)?;
+    fn take_over_credit(&self, link: &mut Link, message: &mut Message) -> Result<Granted, Error> {
         let taken = self.take_over(message);
         if taken.is_err() {
+            let grant = ParsedGrant::parse(message)?;
             link.send(Verb::Free, 0, self.options.timeout, |w| {
                 w.put(&wire::Free { count: (grant.blocks.len() as u32).into(), reserved: 0.into() });
                 w.put_blocks(grant.blocks.iter().map(|(block, _)| *block));
             })?;
-            self.return_extents(link, &grant.extents)?;
+            // They came with this very message: nobody here has used them.
+            for &extent in &grant.extents {
+                if self.arena.unmap(extent) {
+                    self.send_return(link, extent)?;
+                }
+            }
         }
         taken
     }
 
-    /// Extents that came with a grant which cannot be used: the broker must know that they are not here.
-    fn return_extents(&self, link: &mut Link, extents: &[ExtentId]) -> Result<(), Error> {
-        for &extent in extents {
-            self.arena.unmap(extent);
-            self.send_return(link, extent)?;
+    /// Of extents that came with a grant, those that could not be mapped: the broker must know that they are not here.
+    fn return_unmapped(&self, extents: &[ExtentId]) -> Result<(), Error> {
+        let mut link = self.link()?;
+        for &extent in extents.iter().filter(|extent| self.arena.position(**extent).is_none()) {
+            self.send_return(&mut link, extent)?;
         }
         Ok(())
     }
@@ -685,8 +801,7 @@ impl Shared {
     fn give_back(&self, link: &mut Link, message: &Message) -> Result<(), Error> {
         let event: wire::GiveBack = read_one(message)?;
         let extent = ExtentId(event.extent.get());
-        self.arena.unmap(extent);
-        if event.deadline_ms.get() > 0 {
+        if self.arena.unmap(extent) && event.deadline_ms.get() > 0 {
             self.send_return(link, extent)?;
         }
         Ok(())
@@ -709,7 +824,7 @@ impl Shared {
     fn free_credit_in(&self, format: &Arc<Format>, extents: &BTreeSet<ExtentId>) -> Result<(), Error> {
         if self.is_asked(format) {
             // Answers come in order: after this one, what was asked for ahead is here too.
-            self.room(format)?;
+            self.room(format, 0)?;
         }
         let positions: BTreeSet<_> = extents.iter().filter_map(|e| self.arena.position(*e)).collect();
         let all: Vec<_> = std::iter::from_fn(|| format.credits.take()).collect();
@@ -744,6 +859,9 @@ impl Shared {
         Some(BlockId { place: Place { extent, slot }, generation })
     }
 }
+
+/// The tokens that a grant names, and its blocks with their flags.
+type Granted = (u64, Vec<(Spare, u32)>);
 
 /// What a grant says.
 struct ParsedGrant {

@@ -94,10 +94,40 @@ impl Session {
     }
 
     /// When the broker ends this session to make room for one of higher priority, if it has asked: until then it is to be
-    /// dropped or trimmed. Events are taken in by every call, and by [`Client::poll`](super::Client::poll). Afterwards
-    /// every call is refused with [`Fault::SessionLost`](wire::Fault::SessionLost), and rows read as zero or as they were.
+    /// dropped or trimmed. Events are taken in by every call, and by [`Client::poll`](super::Client::poll). `None` when it has
+    /// ended ([`is_lost`](Self::is_lost)).
     pub fn wanted_back(&self) -> Option<std::time::Instant> {
-        super::lock(&self.client.wanted).get(&self.id).copied()
+        /// An end that has not come by so long after its time does not come: whoever needed the room has it, or has gone.
+        const LATE: std::time::Duration = std::time::Duration::from_secs(1);
+        let until = super::lock(&self.client.wanted).get(&self.id).copied()?;
+        (std::time::Instant::now() < until + LATE).then_some(until)
+    }
+
+    /// Whether the broker has ended this session to make room for one of higher priority, as far as this process knows:
+    /// events are taken in as for [`wanted_back`](Self::wanted_back). From then on every call is refused with
+    /// [`Fault::SessionLost`](wire::Fault::SessionLost). Who has the address of a row, a view or a window still may read and write
+    /// there until the session is dropped, and disturbs nobody: but what is read is what was there, zeros, or, where the
+    /// rows were sealed, what another session of the same user has there by now.
+    pub fn is_lost(&self) -> bool {
+        self.client.has_lost(self.id)
+    }
+
+    /// Refuses what cannot be done with a session that has ended.
+    #[inline]
+    pub(crate) fn check_alive(&self) -> Result<(), Error> {
+        match self.is_lost() {
+            false => Ok(()),
+            true => Err(self.ended()),
+        }
+    }
+
+    #[cold]
+    fn ended(&self) -> Error {
+        let text = format!(
+            "session {} was ended to make room for one of higher priority: close it, and open another one",
+            self.id
+        );
+        Error::Refused { fault: wire::Fault::SessionLost, needed: 0, available: 0, text }
     }
 
     /// The first token whose rows are not what they were when they were sealed, if the broker has found such: what comes
@@ -170,6 +200,7 @@ impl Session {
     /// (plane views apart, which map what is new). A refusal comes before anything has changed.
     #[inline]
     pub fn ensure(&mut self, tokens: usize) -> Result<(), Error> {
+        self.check_alive()?;
         if tokens <= self.tokens {
             return Ok(());
         }
@@ -227,6 +258,7 @@ impl Session {
     /// Makes the rows of `tokens` writable: what is shared among them becomes this session's own copy. `ensure` does it
     /// for rows beyond the length; this is for rows that are there already.
     pub fn writable(&mut self, tokens: Range<usize>) -> Result<(), Error> {
+        self.check_alive()?;
         self.check_range(&tokens)?;
         let copies = self.shared_in(tokens);
         let spares = self.take(copies.len())?;
@@ -260,7 +292,15 @@ impl Session {
     fn take(&mut self, count: usize) -> Result<Vec<Spare>, Error> {
         if count > MAX_FDS && count > self.format.credits.count() as usize {
             let (kept, ready) = (self.entries.len() - self.head, self.format.credits.count());
-            self.client.refuse_if_short(&self.format, count, kept, ready)?;
+            let short = self.client.refuse_if_short(&self.format, self.id, count, kept, ready);
+            // Others may have to make room: all of it is promised to this session, or none is taken.
+            if let Err(why) = short {
+                let tokens = (self.entries.len() + count - ready as usize) << self.shift();
+                let busy = why.fault() == Some(wire::Fault::Busy);
+                if !busy || self.admit(tokens, true)? != super::Admission::Admitted {
+                    return Err(why);
+                }
+            }
         }
         let credits = &self.format.credits;
         let mut got: Vec<Spare> = Vec::with_capacity(count);
@@ -311,10 +351,8 @@ impl Session {
         self.report_all()?;
         let least = missing.min(MAX_FDS);
         let want = (missing + self.credit_ahead()).min(MAX_FDS);
-        let client = self.client.clone();
-        let mut link = client.link()?;
         let (report, blocks) = self.report();
-        let got = client.request_blocks(&mut link, &self.format, Verb::Grow, self.id, |w| {
+        let got = self.client.request_blocks(&self.format, Verb::Grow, self.id, |w| {
             w.put(&wire::Grow { report, want: (want as u32).into(), least: (least as u32).into() });
             w.put_blocks(blocks.iter().copied());
         })?;
@@ -403,14 +441,27 @@ impl Session {
 
     fn push(&mut self, spare: Spare, shared: bool) -> Result<(), Error> {
         let entry = self.entry(spare, shared)?;
+        self.client.arena.name(spare.position);
         self.table.push(self.block_page(spare));
         self.entries.push(entry);
         let shown = self.show(self.entries.len() - 1);
         if shown.is_err() {
-            self.table.pop();
-            self.entries.pop();
+            self.cut(self.entries.len() - 1);
         }
         shown
+    }
+
+    /// The table ends there: what comes behind is named no more. `end`: at or behind the head.
+    fn cut(&mut self, end: usize) {
+        self.unname(end..self.entries.len());
+        self.entries.truncate(end);
+        self.table.truncate(end);
+    }
+
+    /// Blocks that are in the table no more, or will not be when this returns.
+    fn unname(&self, entries: Range<usize>) {
+        let arena = &self.client.arena;
+        self.table[entries].iter().for_each(|page| arena.unname(arena.position_of(*page)));
     }
 
     /// A shared block becomes a private copy.
@@ -421,10 +472,13 @@ impl Session {
         let old = (self.entries[index], self.table[index]);
         self.entries[index] = self.entry(spare, false)?;
         self.table[index] = self.block_page(spare);
+        self.client.arena.name(spare.position);
         if let Err(e) = self.show(index) {
             (self.entries[index], self.table[index]) = old;
+            self.client.arena.unname(spare.position);
             return Err(e);
         }
+        self.client.arena.unname(self.client.arena.position_of(old.1));
         self.reported = self.reported.min(index);
         self.sealed = self.sealed.min(index);
         Ok(())
@@ -498,6 +552,7 @@ impl Session {
         kv: Kv,
         bytes: usize,
     ) -> Result<*const u8, Error> {
+        self.check_alive()?;
         self.check_range(&(token..token.saturating_add(1)))?;
         let row = self.plane_of(layer, kv)?.row;
         if bytes != row {
@@ -542,8 +597,7 @@ impl Session {
                 self.show_again(keep..self.entries.len());
                 return Err(e);
             }
-            self.entries.truncate(keep);
-            self.table.truncate(keep);
+            self.cut(keep);
             self.reported = self.reported.min(keep);
             self.sealed = self.sealed.min(keep);
         }
@@ -575,6 +629,7 @@ impl Session {
                 self.show_again(self.head..head);
                 return Err(e);
             }
+            self.unname(self.head..head);
             self.head = head;
         }
         Ok(self.first_token())
@@ -592,7 +647,7 @@ impl Session {
         });
         match reply {
             Ok(reply) => {
-                for (spare, _) in self.client.take_over(reply)?.1 {
+                for (spare, _) in reply.granted()?.1 {
                     self.format.credits.give(Spare { zero: false, ..spare });
                 }
                 Ok(())
@@ -624,6 +679,9 @@ impl Session {
         twin.head = head;
         twin.table.clone_from(&self.table);
         twin.entries.clone_from(&self.entries);
+        twin.table[head..]
+            .iter()
+            .for_each(|page| self.client.arena.name(self.client.arena.position_of(*page)));
         twin.reported = self.entries.len();
         twin.sealed = self.sealed;
         Ok(twin)
@@ -688,7 +746,7 @@ impl Session {
             })?;
             let extents = ParsedGrant::parse(&reply)?.extents;
             let before = self.entries.len();
-            let taken = self.client.take_over(reply).and_then(|(tokens, blocks)| {
+            let taken = reply.granted().and_then(|(tokens, blocks)| {
                 blocks.iter().try_for_each(|(spare, _)| self.push(*spare, true))?;
                 Ok((tokens, blocks.len()))
             });
@@ -696,10 +754,9 @@ impl Session {
                 Ok(taken) => taken,
                 Err(e) => {
                     let _ = self.hide_all(before..self.entries.len());
-                    self.entries.truncate(before);
-                    self.table.truncate(before);
+                    self.cut(before);
                     self.forget_from(before)?;
-                    self.client.return_extents(&mut *self.client.link()?, &extents)?;
+                    self.client.return_unmapped(&extents)?;
                     return Err(e);
                 }
             };
@@ -810,8 +867,8 @@ impl Drop for Session {
             w.put(&report);
             w.put_blocks(blocks.iter().copied());
         });
-        super::lock(&self.client.wanted).remove(&self.id);
-        super::lock(&self.client.damaged).remove(&self.id);
+        self.cut(self.head);
+        self.client.forget(self.id);
         // A process without sessions needs nothing ahead; one with others keeps what they would ask for anyway.
         let others = self.format.sessions.fetch_sub(1, Ordering::Relaxed) - 1;
         let keep = self.client.options.credit_ahead.saturating_mul(others as u32);

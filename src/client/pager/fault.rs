@@ -45,6 +45,8 @@ pub(super) const GRANTED: u32 = 2;
 pub(super) const CHANGING: u32 = 3;
 /// It cannot be granted; the message says why. Whoever reads this makes it empty again.
 pub(super) const FAILED: u32 = 4;
+/// The broker has taken its block: whoever reads or writes there is ended with the message.
+pub(super) const TAKEN: u32 = 5;
 
 /// Faults in granted units, without any grant between, after which it is not this module's fault that they fail.
 const STRAYS: u32 = 100_000;
@@ -176,6 +178,10 @@ impl Region {
                 FAILED => {
                     self.say();
                     let _ = state.compare_exchange(FAILED, EMPTY, Ordering::AcqRel, Ordering::Acquire);
+                    return false;
+                }
+                TAKEN => {
+                    self.say();
                     return false;
                 }
                 seen => futex_wait(state, seen),

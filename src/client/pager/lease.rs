@@ -85,9 +85,29 @@ impl Lease {
         self.entries.len()
     }
 
+    /// These.
+    pub fn units(&self) -> Vec<usize> {
+        self.entries.iter().map(|(unit, _)| *unit).collect()
+    }
+
+    /// Whether the broker will end the session to make room for one of higher priority.
+    pub fn is_wanted_back(&self) -> bool {
+        lock(&self.client.shared.wanted).contains_key(&self.session)
+    }
+
+    /// It has made room.
+    pub fn forget_request(&self) {
+        lock(&self.client.shared.wanted).remove(&self.session);
+    }
+
+    /// Whether it has.
+    pub fn is_taken(&self) -> bool {
+        self.client.shared.has_lost(self.session)
+    }
+
     /// Refuses when not even one block can be had.
     pub fn admit_one(&self) -> Result<(), Error> {
-        let room = self.client.shared.room(&self.format)?;
+        let room = self.client.shared.room(&self.format, 0)?;
         if room.free == 0 {
             let (needed, available) = (1, 0);
             let text = format!(
@@ -101,7 +121,7 @@ impl Lease {
 
     /// Takes blocks for all units now.
     pub fn reserve(&self, units: usize) -> Result<(), Error> {
-        let room = self.client.shared.room(&self.format)?;
+        let room = self.client.shared.room(&self.format, 0)?;
         let (needed, free) = (units as u64, room.free);
         if needed > free {
             let never = needed > room.capacity;
@@ -273,7 +293,7 @@ impl Lease {
             })?;
             end = next;
             self.reported = self.reported.min(end);
-            let returned = self.client.shared.take_over(reply)?.1;
+            let returned = reply.granted()?.1;
             let (mut unused, keeps) = (Vec::new(), |block| kept.iter().any(|(_, k)| Some(*k) == block));
             for (spare, _) in returned {
                 let name = self.client.shared.name(spare.position, spare.slot, spare.generation);
@@ -297,6 +317,7 @@ impl Drop for Lease {
         });
         let spares: Vec<Spare> = std::mem::take(&mut *lock(&self.spare));
         let freed = closed.and_then(|_| self.client.shared.free(&self.format, spares));
+        self.client.shared.forget(self.session);
         match freed {
             Ok(()) | Err(Error::Lost(_) | Error::Forked) => {}
             Err(e) => log::warn!("a pager's session {} was not closed: {e}", self.session),

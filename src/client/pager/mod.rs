@@ -7,6 +7,8 @@
 //! - a block reads as zero when it appears, whatever it held before;
 //! - a unit leaves the range before its block goes back;
 //! - all mappings that a pager can come to need are counted when it is made, and refused then if they are too many;
+//! - what is computed is never lost in silence: when the broker needs the blocks for a session of higher priority, they move into
+//!   private memory as far as [`PagerOptions::spill`] goes, else the process ends at its next access, with words;
 //! - what a pager holds stays usable when the broker goes. Blocks of a broker that has gone are kept, further ones come
 //!   from the one that is there next.
 //!
@@ -40,7 +42,8 @@ use super::{Client, Error};
 use crate::map::page_bytes;
 use crate::profile::Kv;
 use crate::size::Size;
-use fault::{CHANGING, EMPTY, FAILED, GRANTED, Region, WANTED};
+use crate::wire::Fault;
+use fault::{CHANGING, EMPTY, FAILED, GRANTED, Region, TAKEN, WANTED};
 use layout::Layout;
 use lease::Lease;
 
@@ -98,6 +101,16 @@ pub enum Notice {
         /// Why.
         why: String,
     },
+    /// A session of higher priority needs the blocks, and the pager may not take enough private memory to do without them: the
+    /// broker takes them before long, and the process ends at its next access.
+    WantedBack {
+        /// Bytes of private memory that would do.
+        needed: u64,
+        /// Bytes that it may take ([`PagerOptions::spill`]).
+        spill: u64,
+    },
+    /// The broker has taken the blocks for a session of higher priority.
+    Taken,
     /// The broker has gone; what is held stays.
     Lost,
     /// Another broker has been found.
@@ -188,6 +201,8 @@ struct Table {
     transposed: u64,
     told_transposed: bool,
     told_lost: bool,
+    told_wanted: bool,
+    told_taken: bool,
     grant_ns: u64,
     /// The unit that K asked for last.
     last_k: Option<usize>,
@@ -277,6 +292,8 @@ impl Pager {
                 transposed: 0,
                 told_transposed: false,
                 told_lost: false,
+                told_wanted: false,
+                told_taken: false,
                 grant_ns: 0,
                 last_k: None,
             }),
@@ -464,6 +481,12 @@ impl Inner {
 
     /// Puts blocks into those of `units` that have none; returns how many there were. All or none.
     fn grant(&self, table: &mut Table, units: &[usize]) -> Result<usize, Error> {
+        if let Some(unit) = units.iter().find(|&&u| self.state(u) == TAKEN) {
+            let text = format!(
+                "unit {unit} of this pager was taken for a session of higher priority: clear the pager"
+            );
+            return Err(Error::Refused { fault: Fault::SessionLost, needed: 0, available: 0, text });
+        }
         let missing: Vec<usize> = units.iter().copied().filter(|&u| self.state(u) != GRANTED).collect();
         if missing.is_empty() {
             return Ok(0);
@@ -563,6 +586,31 @@ impl Inner {
         Ok(())
     }
 
+    /// Moves what is in a unit into private memory. Whoever writes there meanwhile waits. On an error it is as it was.
+    fn move_out(&self, unit: usize) -> Result<(), Error> {
+        self.set_apart(unit)?;
+        self.region.set(unit, CHANGING);
+        let moved = (0..self.layout.planes.len()).filter_map(|plane| self.run(plane, unit)).try_for_each(
+            |(at, bytes)| {
+                // SAFETY: the run is inside this pager's range, and a mapping of its own. Writers are kept off by the unit's state.
+                unsafe { arena::make_private(at, bytes) }
+            },
+        );
+        self.region.set(unit, GRANTED);
+        moved.map_err(|source| Error::Map { what: format!("private memory for unit {unit}"), source })
+    }
+
+    /// Whoever reads or writes in a unit faults from now on.
+    fn forbid(&self, unit: usize) -> Result<(), Error> {
+        self.set_apart(unit)?;
+        for (at, bytes) in (0..self.layout.planes.len()).filter_map(|plane| self.run(plane, unit)) {
+            // SAFETY: the run is inside this pager's range.
+            unsafe { arena::protect(at, bytes, libc::PROT_NONE) }
+                .map_err(|source| Error::Map { what: format!("unit {unit}, against access"), source })?;
+        }
+        Ok(())
+    }
+
     fn give_back(&self, table: &mut Table, units: &[usize]) -> Result<usize, Error> {
         let held: Vec<usize> = units.iter().copied().filter(|&u| self.state(u) == GRANTED).collect();
         for &unit in &held {
@@ -589,10 +637,12 @@ impl Inner {
     }
 
     fn clear(&self, table: &mut Table) -> Result<(), Error> {
-        let held: Vec<usize> = (0..self.layout.units).filter(|&u| self.state(u) == GRANTED).collect();
+        let has_memory = |&u: &usize| matches!(self.state(u), GRANTED | TAKEN);
+        let held: Vec<usize> = (0..self.layout.units).filter(has_memory).collect();
         if held.is_empty() {
             return Ok(());
         }
+        let states: Vec<u32> = held.iter().map(|&unit| self.state(unit)).collect();
         for &unit in &held {
             self.region.set(unit, CHANGING);
         }
@@ -600,12 +650,23 @@ impl Inner {
         // SAFETY: the whole range is this pager's; one mapping takes the place of all.
         let zeros = unsafe { map_zero(Some(base), self.layout.bytes, true) };
         if let Err(source) = zeros {
-            held.iter().for_each(|&unit| self.region.set(unit, GRANTED));
+            held.iter().zip(states).for_each(|(&unit, state)| self.region.set(unit, state));
             return Err(Error::Map { what: "zeros over a whole pager".into(), source });
         }
         table.spilled.clear();
         table.last_k = None;
         table.leases.iter_mut().for_each(Lease::drop_all);
+        if table.told_taken {
+            // What was lost is not needed any more: it begins anew, at the same broker.
+            let client = table.leases.last().expect("a pager always has a lease").client().clone();
+            match Lease::open(client, &self.layout, &self.planes, &self.options) {
+                Ok(lease) => {
+                    table.leases.push(lease);
+                    (table.told_taken, table.told_wanted) = (false, false);
+                }
+                Err(e) => log::warn!("a pager whose blocks were taken cannot begin anew: {e}"),
+            }
+        }
         self.end_old_leases(table);
         held.iter().for_each(|&unit| self.region.set(unit, EMPTY));
         Ok(())

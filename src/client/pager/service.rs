@@ -14,7 +14,7 @@ use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use nix::sys::signal::{SigSet, SigmaskHow, pthread_sigmask};
 
 use super::lease::Lease;
-use super::{FAILED, Inner, MutexGuard, Notice, Table, WANTED};
+use super::{FAILED, Inner, MutexGuard, Notice, TAKEN, Table, WANTED};
 use crate::client::Error;
 use crate::profile::Kv;
 use crate::size::Size;
@@ -68,11 +68,14 @@ impl Inner {
 
     /// Sleeps until the handler rings or the broker has something to say.
     fn wait(&self, longest: Option<Duration>) {
-        let fd = {
+        let (fd, mute) = {
             let table = self.table_anyway();
-            let client = table.leases.last().map(Lease::client);
-            client.filter(|c| !c.is_lost()).and_then(|c| c.event_fd())
+            let client = table.leases.last().map(Lease::client).filter(|c| !c.is_lost());
+            let fd = client.and_then(|c| c.event_fd());
+            (fd, client.is_some() && fd.is_none())
         };
+        // A broker in this process has nothing to wake this thread with.
+        let longest = longest.or(mute.then_some(LONGEST_PAUSE));
         let mut fds = vec![PollFd::new(self.region.bell.as_fd(), PollFlags::POLLIN)];
         if let Some(fd) = fd {
             // SAFETY: the descriptor belongs to the client of the last lease, which only this thread replaces.
@@ -100,6 +103,72 @@ impl Inner {
             log::debug!("a pager's client: {e}");
         }
         self.tell_if_lost(&mut table);
+        let lease = table.leases.last().expect("a pager always has a lease");
+        let (wanted, taken) = (lease.is_wanted_back(), lease.is_taken());
+        if taken {
+            self.end_taken(&mut table);
+        } else if wanted {
+            self.make_room(&mut table);
+        }
+    }
+
+    /// A session of higher priority needs the blocks. An engine cannot be told to do with less, so what it holds moves into
+    /// private memory, if it may have that much; else it is told, and ended when it goes on.
+    fn make_room(&self, table: &mut MutexGuard<'_, Table>) {
+        let lease = table.leases.last().expect("a pager always has a lease");
+        let units = lease.units();
+        let block = self.layout.block_bytes as u64;
+        let needed = (table.spilled.len() + units.len()) as u64 * block;
+        if needed > self.options.spill {
+            if !std::mem::replace(&mut table.told_wanted, true) {
+                self.notify(&Notice::WantedBack { needed, spill: self.options.spill });
+            }
+            return;
+        }
+        for (done, &unit) in units.iter().enumerate() {
+            if let Err(e) = self.move_out(unit) {
+                log::warn!("unit {unit} of a pager stays in the pool: {e}");
+                table.spilled.extend(&units[..done]);
+                self.leave(table, &units[..done]);
+                return;
+            }
+        }
+        table.spilled.extend(&units);
+        self.leave(table, &units);
+        let why = "a session of higher priority needs the blocks".into();
+        self.notify(&Notice::Spilled { bytes: needed, why });
+    }
+
+    /// The blocks of units that are elsewhere now go back, and with them the request to make room.
+    fn leave(&self, table: &mut Table, units: &[usize]) {
+        if let Some(lease) = table.leases.last_mut() {
+            lease.drop_units(units);
+            lease.forget_request();
+        }
+    }
+
+    /// The broker has ended the session: what the engine has computed is gone, and it must not go on as if it were not.
+    fn end_taken(&self, table: &mut MutexGuard<'_, Table>) {
+        if std::mem::replace(&mut table.told_taken, true) {
+            return;
+        }
+        let lease = table.leases.last().expect("a pager always has a lease");
+        let units = lease.units();
+        let text = format!(
+            "kvbroker: a session of higher priority needed this KV cache, and the broker has taken its {} units of {}: this process ends here.\n\
+             kvbroker: what helps: KVBROKER_SPILL={} to go on in memory of its own then, a higher priority for this user (kvbctl limits), a larger pool\n",
+            units.len(),
+            Size::from_bytes(self.layout.block_bytes as u64),
+            Size::from_bytes(self.layout.block_bytes as u64 * self.layout.units as u64),
+        );
+        self.region.set_message(&text);
+        for unit in units {
+            self.region.set(unit, TAKEN);
+            if let Err(e) = self.forbid(unit) {
+                log::error!("unit {unit} of a pager, which the broker has taken, can still be read: {e}");
+            }
+        }
+        self.notify(&Notice::Taken);
     }
 
     fn tell_if_lost(&self, table: &mut Table) {

@@ -47,6 +47,7 @@ impl Session {
     pub(in crate::client) fn clear(&mut self) -> Result<(), Error> {
         self.trim(self.first_token())?;
         self.skip(0, &[])?;
+        self.cut(self.head);
         self.entries.clear();
         self.table.clear();
         (self.head, self.reported, self.sealed, self.tokens) = (0, 0, 0, 0);
