@@ -184,6 +184,37 @@ fn the_overlays_heap_that_the_configuration_does_not_choose_is_a_warning_with_th
 }
 
 #[test]
+fn a_cgroup_or_a_file_size_below_the_pool_fails() {
+    let memfd = ("etc/kvbroker/kvbroker.toml", "[pool]\nbackend = \"memfd\"\n");
+    let drop_in = "etc/systemd/system/kvbrokerd.service.d/override.conf";
+    let report = changed("rocket-6.18", &[memfd, (drop_in, "[Service]\nMemoryMax=128M\nLimitFSIZE=1M\n")]);
+    expect(
+        &report,
+        "limits.cgroup-memory",
+        Level::Fail,
+        "128 MiB (MemoryMax= of kvbrokerd.service)",
+        "MemoryMax=",
+    );
+    expect(&report, "limits.file-size", Level::Fail, "the unit's limit is 1048576 bytes", "LimitFSIZE=");
+    let cgroup = ("proc/412/cgroup", "0::/system.slice/kvbrokerd.service\n");
+    let tight = ("sys/fs/cgroup/system.slice/memory.max", "268435456\n");
+    let limits = "Limit  Soft Limit  Hard Limit  Units\nMax file size  1048576  unlimited  bytes\n";
+    let report = changed("healthy", &[memfd, cgroup, tight, ("proc/412/limits", limits)]);
+    let file = "256 MiB (/sys/fs/cgroup/system.slice/memory.max)";
+    expect(&report, "limits.cgroup-memory", Level::Fail, file, "MemoryMax=");
+    expect(
+        &report,
+        "limits.file-size",
+        Level::Fail,
+        "the running daemon's limit is 1048576 bytes",
+        "LimitFSIZE=",
+    );
+    // Memory of a heap is no file, and no cgroup counts it.
+    let report = changed("healthy", &[cgroup, tight]);
+    expect(&report, "limits.cgroup-memory", Level::Ok, "", "");
+}
+
+#[test]
 fn limits_come_from_the_running_daemon_or_else_from_its_unit_and_drop_ins() {
     let drop_in = "etc/systemd/system/kvbrokerd.service.d/override.conf";
     let low = [(drop_in, "[Service]\nLimitNOFILE=1024\nLimitMEMLOCK=8M\n")];

@@ -39,6 +39,7 @@ impl Heap for Memfd {
     }
 
     fn allocate(&self, bytes: u64) -> Result<Buffer, HeapError> {
+        super::room::check_file_size("memfd", bytes)?;
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let fd: OwnedFd = memfd_create("kvbroker", flags).map_err(call("memfd_create"))?;
         fallocate(&fd, FallocateFlags::empty(), 0, bytes as i64).map_err(|e| HeapError::NoMemory {
