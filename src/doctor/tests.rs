@@ -8,8 +8,9 @@ fn board(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/boards").join(name)
 }
 
+/// In a copy, since the units are links out of the tree, which nobody follows in an examination.
 fn see(name: &str) -> Report {
-    examine(&board(name), None).unwrap()
+    changed(name, &[])
 }
 
 /// What was found for `area.item`: level, text, mend.

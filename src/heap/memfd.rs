@@ -101,6 +101,25 @@ mod tests {
     }
 
     #[test]
+    fn an_extent_beyond_the_limit_of_a_files_size_is_an_error_and_ends_no_process() {
+        use nix::sys::resource::{Resource, setrlimit};
+        const LIMITED: &str = "KVBROKER_TEST_FILE_SIZE";
+        if std::env::var_os(LIMITED).is_some() {
+            setrlimit(Resource::RLIMIT_FSIZE, 4096, 4096).unwrap();
+            let said = Memfd::new(false).allocate(1 << 20).unwrap_err().to_string();
+            assert!(said.contains("none of more than 4096 bytes (RLIMIT_FSIZE)"), "{said}");
+            return;
+        }
+        // In a process of its own: the limit is of the whole process.
+        let name =
+            "heap::memfd::tests::an_extent_beyond_the_limit_of_a_files_size_is_an_error_and_ends_no_process";
+        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = again.args(["--exact", name]).env(LIMITED, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{}: {said}", output.status);
+    }
+
+    #[test]
     fn memory_is_there_before_the_first_touch() {
         let buffer = Memfd::new(false).allocate(1 << 20).unwrap();
         let stat = nix::sys::stat::fstat(buffer.fd().unwrap()).unwrap();
