@@ -34,7 +34,7 @@ const EXIT_CODES: &str = "Exit codes:
   0  done
   1  the request was refused or failed; standard error says why
   2  the command line is wrong
-  3  the broker could not be reached
+  3  the broker could not be reached, or did not answer in time; then a change may have been made, or may still be
 
 Sizes: 256M and 256MiB are 2^28 bytes; K, M, G and T are powers of two, B is bytes. A number without unit is refused.";
 

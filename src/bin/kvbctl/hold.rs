@@ -26,7 +26,7 @@ pub const EXIT_CODES: &str = "Exit codes:
   the command's own, or 128 and the number of the signal that ended it
   1    so much cannot be lent, or could not within --wait; standard error says who has it
   2    the command line is wrong
-  3    the broker could not be reached
+  3    the broker could not be reached, or did not answer in time
   126  the command could not be started
   127  there is no such command
 
