@@ -28,6 +28,24 @@ pub struct SessionId {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct Tenant(pub u32);
 
+impl Tenant {
+    /// The uid that the kernel shows for users without a mapping in this namespace: nobody in particular.
+    pub(crate) const OVERFLOW: Tenant = Tenant(65534);
+    /// `(uid_t)-1`, which calls take for "leave as it is".
+    const NO_UID: Tenant = Tenant(u32::MAX);
+
+    /// Why nobody who connects is this tenant, if so.
+    pub(crate) fn why_nobody(self) -> Option<&'static str> {
+        match self {
+            Tenant::OVERFLOW => {
+                Some("it stands for users that this namespace does not know; it can be no tenant")
+            }
+            Tenant::NO_UID => Some("no user can have this uid"),
+            _ => None,
+        }
+    }
+}
+
 /// One geometry of blocks (a layer group of a profile) that the broker knows.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord, Hash, Serialize, Deserialize)]
 pub struct FormatId(pub u32);

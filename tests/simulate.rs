@@ -212,6 +212,39 @@ fn the_tool_prints_a_table_and_json_and_names_a_bad_line() {
 }
 
 #[test]
+fn a_trace_that_cannot_be_written_leaves_the_file_as_it_was() {
+    use std::os::unix::process::CommandExt;
+    let folder = tempfile::tempdir().unwrap();
+    let (file, link) = (folder.path().join("floor.jsonl"), folder.path().join("link.jsonl"));
+    std::fs::write(&file, "before").unwrap();
+    std::os::unix::fs::symlink("floor.jsonl", &link).unwrap();
+    let mut command = Command::new(env!("CARGO_BIN_EXE_kvbctl"));
+    command.args(["simulate", "--shop-floor", "1", "--write"]).arg(&link);
+    // SAFETY: both calls may be made between fork and exec.
+    unsafe {
+        // A file that may have no more bytes fails as on a full disk.
+        command.pre_exec(|| {
+            libc::signal(libc::SIGXFSZ, libc::SIG_IGN);
+            let limit = libc::rlimit { rlim_cur: 4096, rlim_max: 4096 };
+            match libc::setrlimit(libc::RLIMIT_FSIZE, &limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        })
+    };
+    let output = command.output().unwrap();
+    assert_eq!(output.status.code(), Some(1), "{output:?}");
+    assert_eq!(std::fs::read_to_string(&file).unwrap(), "before");
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 2, "nothing is left beside it");
+    assert!(kvbctl(&["--shop-floor", "1", "--write", link.to_str().unwrap()]).status.success());
+    assert!(std::fs::symlink_metadata(&link).unwrap().is_symlink());
+    assert!(std::fs::metadata(&file).unwrap().len() > 4096);
+    // What is no file is no more replaced than a link is.
+    let output = kvbctl(&["--shop-floor", "1", "--write", "/dev/stdout"]);
+    assert_eq!(output.stdout, std::fs::read(&file).unwrap());
+}
+
+#[test]
 fn the_largest_replay_that_is_not_refused_takes_no_more_memory_than_the_help_says() {
     // Prompts that have nothing in common: every block is filled, and some are evicted.
     let folder = tempfile::tempdir().unwrap();

@@ -5,6 +5,8 @@
 
 #![deny(unsafe_code)]
 
+#[path = "kvbctl/answer.rs"]
+mod answer;
 #[path = "kvbctl/doctor.rs"]
 mod doctor;
 #[path = "kvbctl/events.rs"]
@@ -32,7 +34,7 @@ const EXIT_CODES: &str = "Exit codes:
   0  done
   1  the request was refused or failed; standard error says why
   2  the command line is wrong
-  3  the broker could not be reached
+  3  the broker could not be reached, or did not answer in time; then a change may have been made, or may still be
 
 Sizes: 256M and 256MiB are 2^28 bytes; K, M, G and T are powers of two, B is bytes. A number without unit is refused.";
 
@@ -140,8 +142,14 @@ pub(crate) fn command() -> clap::Command {
 }
 
 fn main() -> ExitCode {
-    // clap ends the process by itself for --help (0) and for a wrong command line (2).
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        // --help and --version are answers like others. A wrong command line ends the process with 2.
+        Err(said) if !said.use_stderr() => {
+            return end(said.print().and_then(|()| io::stdout().flush()).map_err(Failure::from));
+        }
+        Err(wrong) => wrong.exit(),
+    };
     let mut out = io::stdout().lock();
     let result = match cli.command {
         Command::Hold(args) => {

@@ -13,12 +13,13 @@ use clap::Parser;
 use kvbroker::daemon::{Config, DEFAULT_CONFIG, Overrides, run};
 use log::{Level, LevelFilter};
 
+const LOG: &str = "KVBROKER_LOG";
 const AFTER: &str = "Exit codes:
   0  stopped by SIGTERM or SIGINT
   1  it could not start, or could not go on; standard error says why
   2  the command line or the configuration is wrong
 
-KVBROKER_LOG sets what is logged: error, warn (the default), info, debug.
+KVBROKER_LOG sets what is logged: off, error, warn (the default), info, debug.
 Sizes: 256M and 256MiB are 2^28 bytes. A number without unit is refused.";
 
 /// The broker of attention KV-cache memory: takes a pool of memory and hands blocks of it to inference processes.
@@ -42,7 +43,13 @@ pub(crate) fn command() -> clap::Command {
 }
 
 fn main() -> ExitCode {
-    let cli = Cli::parse();
+    let cli = match Cli::try_parse() {
+        Ok(cli) => cli,
+        Err(said) if !said.use_stderr() => {
+            return answered(said.print().and_then(|()| std::io::stdout().flush()));
+        }
+        Err(wrong) => wrong.exit(),
+    };
     start_log();
     // A broker that has lost its footing must not go on deciding about memory: systemd starts a new one.
     std::panic::set_hook(Box::new(|panic| {
@@ -78,7 +85,11 @@ fn main() -> ExitCode {
 }
 
 fn say(answer: &str) -> ExitCode {
-    match writeln!(std::io::stdout(), "{answer}") {
+    answered(writeln!(std::io::stdout(), "{answer}"))
+}
+
+fn answered(written: std::io::Result<()>) -> ExitCode {
+    match written {
         Ok(()) => ExitCode::SUCCESS,
         Err(e) => complain(&format!("cannot write the answer: {e}"), 1),
     }
@@ -97,9 +108,13 @@ fn complain(why: &str, code: u8) -> ExitCode {
 /// To standard error; with the priorities that the journal reads when that is where it goes.
 fn start_log() {
     let journal = std::env::var_os("JOURNAL_STREAM").is_some();
-    let env = env_logger::Env::new().filter("KVBROKER_LOG");
     let mut builder = env_logger::Builder::new();
-    builder.filter_level(LevelFilter::Warn).parse_env(env);
+    builder.filter_level(LevelFilter::Warn);
+    let asked = std::env::var_os(LOG).map(|text| text.to_string_lossy().into_owned());
+    let understood = asked.as_deref().is_none_or(is_filter);
+    if let Some(filter) = asked.as_deref().filter(|_| understood) {
+        builder.parse_filters(filter);
+    }
     builder.format(move |out, record| {
         let priority = match record.level() {
             Level::Error => 3,
@@ -115,4 +130,16 @@ fn start_log() {
         }
     });
     builder.init();
+    if let Some(filter) = asked.filter(|_| !understood) {
+        let filter = kvbroker::quote::plain(&filter);
+        log::warn!(
+            "{LOG} = \"{filter}\" is no level: use off, error, warn, info or debug; warnings are logged"
+        );
+    }
+}
+
+/// A level, or levels of modules, as env_logger takes them. It takes any other word for the name of a module.
+fn is_filter(text: &str) -> bool {
+    let level = |part: &str| part.rsplit('=').next().is_some_and(|l| l.trim().parse::<LevelFilter>().is_ok());
+    text.is_empty() || text.split(',').all(level)
 }

@@ -12,8 +12,8 @@ use super::{Broker, Client, Output};
 use crate::id::{ClientId, FormatId, Tenant};
 use crate::wire::{self, Writer};
 
-/// The uid that the kernel shows for users without a mapping in this namespace: nobody in particular.
-pub(super) const OVERFLOW_UID: u32 = 65534;
+/// See [`Tenant::OVERFLOW`].
+pub(super) const OVERFLOW_UID: u32 = Tenant::OVERFLOW.0;
 
 /// Who is at the other end, as the kernel says it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -203,6 +203,9 @@ impl Broker {
         let bytes = self.state.pool.extent_bytes();
         let whole = |n: u64| u32::try_from(n).unwrap_or(u32::MAX);
         let tenant = change.tenant;
+        if let Some(why) = tenant.why_nobody() {
+            return refused(format!("uid {}: {why}", tenant.0));
+        }
         let mut new = self.state.tenancy.of(tenant);
         if let Some(reserve) = change.reserve {
             new.reserve = whole(reserve.div_ceil(bytes));

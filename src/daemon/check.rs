@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::config::{BackendChoice, Config, ConfigError, DeviceAccess, Origins};
-use crate::heap::{Backend, DmaHeap, Sealed, UDMABUF_DEVICE, memory_bytes};
+use crate::heap::{Backend, DmaHeap, Sealed, UDMABUF_DEVICE, cgroup_bytes, memory_bytes};
 use crate::id::Tenant;
 use crate::map::page_bytes;
 use crate::packing::{CMA_ALIGNMENT_ORDERS, Extents, PackingError, Placement, block_sizes};
@@ -16,8 +16,15 @@ use crate::size::Size;
 
 /// The longest path of a Unix socket: `sun_path` has 108 bytes, the last of which is a zero (unix(7)).
 const LONGEST_SOCKET_PATH: usize = 107;
-/// (uid_t)-1: no user has it, and calls take it for "leave as it is".
-const NO_UID: u32 = u32::MAX;
+/// No machine serves more connections than it may have files open: the kernel's `fs.nr_open` is 2^20 where nobody has
+/// changed it, and a connection takes two.
+const MOST_CONNECTIONS: u32 = 1 << 19;
+/// Names of blocks in a tenant's tables, windows and pins: each costs the daemon some bytes of its own memory, so that more
+/// would be more than a machine that this broker is for has.
+const MOST_TABLE_BLOCKS: u64 = 1 << 28;
+
+/// What the daemon takes for itself, and the kernel for it: page tables, sockets, messages that nobody has read.
+const BESIDE_THE_POOL: u64 = 8 << 20;
 
 /// What a start would take, as far as that is known without taking it.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -179,6 +186,34 @@ pub(super) fn cannot_prove_copies(config: &Config) -> Option<String> {
     Some(format!("nothing would tell when the memory of a copy is free again: {why}"))
 }
 
+/// Why the pool does not fit into the memory cgroups of this process, if it is made of what they count: ordinary memory. The
+/// kernel would end the process without a word.
+pub(super) fn beyond_cgroup(config: &Config) -> Option<String> {
+    let counted = backend(config).0.is_scattered();
+    let cgroups = std::fs::read_to_string("/proc/self/cgroup").ok().filter(|_| counted)?;
+    let (limit, file) = cgroup_bytes(&cgroups, |file| std::fs::read_to_string(file).ok())?;
+    too_tight(config, limit, &file)
+}
+
+/// The same for a limit that `file` says.
+pub(crate) fn too_tight(config: &Config, limit: u64, file: &str) -> Option<String> {
+    let needed = config.pool_bytes.saturating_add(BESIDE_THE_POOL);
+    (limit < needed).then(|| {
+        let [limit, needed] = [limit, needed].map(Size::from_bytes);
+        format!(
+            "the memory cgroup lets processes have {limit} ({file}), and the pool and the daemon take {needed}; make pool.size \
+             smaller, or raise MemoryMax= of the unit or the container's limit"
+        )
+    })
+}
+
+/// The limit of a file's size, if extents are files and larger.
+fn beyond_file_size(config: &Config, extent: u64) -> Option<u64> {
+    use nix::sys::resource::{Resource, getrlimit};
+    let (limit, _) = getrlimit(Resource::RLIMIT_FSIZE).ok()?;
+    (backend(config).0.is_scattered() && extent > limit).then_some(limit)
+}
+
 /// Refuses what this machine cannot give: memory, groups, directories, heaps.
 pub(super) fn possible_here(config: &Config) -> Result<Outlook, ConfigError> {
     let origins = &config.origins;
@@ -216,9 +251,21 @@ pub(super) fn possible_here(config: &Config) -> Result<Outlook, ConfigError> {
     if let Some(why) = cannot_prove_copies(config) {
         return Err(origins.wrong("prefix.common", "rules", why));
     }
+    let size = || Size::from_bytes(config.pool_bytes).exact();
     if let Some(memory) = memory_bytes().filter(|m| *m < config.pool_bytes) {
         let why = format!("this machine has {} of memory; make pool.size smaller", Size::from_bytes(memory));
-        return Err(origins.wrong("pool.size", Size::from_bytes(config.pool_bytes).exact(), why));
+        return Err(origins.wrong("pool.size", size(), why));
+    }
+    if let Some(why) = beyond_cgroup(config) {
+        return Err(origins.wrong("pool.size", size(), why));
+    }
+    if let Some(limit) = beyond_file_size(config, extents.bytes) {
+        let why = format!(
+            "an extent of {} is a file, and a process that is started like this one may have none of more than {limit} \
+             bytes (RLIMIT_FSIZE): ulimit -f unlimited, or LimitFSIZE=infinity in the unit",
+            Size::from_bytes(extents.bytes)
+        );
+        return Err(origins.wrong("pool.extent", config.extent, why));
     }
     Ok(Outlook { extents: (extents.count, extents.bytes), source: source(config, origins)? })
 }
@@ -252,8 +299,17 @@ fn values(config: &Config, origins: &Origins) -> Result<(), ConfigError> {
     if let Some((key, _)) = limits.iter().find(|(_, n)| *n == 0) {
         return Err(origins.wrong(key, 0, "nobody could use the broker: 1 is the least".into()));
     }
-    if config.tenant_limits().any(|(uid, _)| uid == Some(NO_UID)) {
-        return Err(origins.wrong("tenant", format!("uid {NO_UID}"), "no user can have this uid".into()));
+    let bounds = [
+        ("limits.connections", policy.connections.into(), MOST_CONNECTIONS.into()),
+        ("limits.table-blocks", policy.table_blocks_per_tenant.unwrap_or(0), MOST_TABLE_BLOCKS),
+    ];
+    if let Some((key, n, most)) = bounds.into_iter().find(|(_, n, most)| n > most) {
+        return Err(origins.wrong(key, n, format!("no machine has room for that: {most} is the most")));
+    }
+    for tenant in policy.tenants.keys() {
+        if let Some(why) = tenant.why_nobody() {
+            return Err(origins.wrong("tenant", format!("uid {}", tenant.0), why.into()));
+        }
     }
     Ok(())
 }

@@ -14,7 +14,7 @@ use serde::Deserialize;
 use thiserror::Error;
 
 pub(super) use files::Origins;
-use files::{drop_ins, explain, merge, read_text};
+use files::{drop_ins, explain, merge, name, read_text};
 
 use super::check::{self, Outlook};
 use super::pressure;
@@ -33,9 +33,9 @@ use crate::store::Location;
 #[derive(Debug, Error)]
 #[allow(missing_docs)]
 pub enum ConfigError {
-    #[error("{path}: {source}")]
+    #[error("{}: {source}", name(.path))]
     Read { path: PathBuf, source: std::io::Error },
-    #[error("{path}: {message}")]
+    #[error("{}: {message}", name(.path))]
     Parse { path: PathBuf, message: String },
     #[error("{origin}: {text}")]
     Value { origin: String, text: String },
@@ -60,7 +60,7 @@ pub enum DeviceAccess {
 
 /// The device that reads windows, beside how it reaches memory.
 #[derive(Debug, Clone, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default, expecting = "the table [device]")]
 pub struct DeviceTable {
     /// Its character device, if user space drives it.
     pub node: Option<PathBuf>,
@@ -133,7 +133,7 @@ impl TryFrom<String> for BackendChoice {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default, expecting = "the table [pool]")]
 struct PoolTable {
     size: Size,
     minimum: Option<Size>,
@@ -167,7 +167,7 @@ impl Default for PoolTable {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default, expecting = "the table [socket]")]
 struct SocketTable {
     path: PathBuf,
     mode: String,
@@ -187,7 +187,7 @@ impl Default for SocketTable {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default, expecting = "the table [limits]")]
 struct LimitsTable {
     connections: u32,
     connections_per_tenant: u32,
@@ -228,7 +228,7 @@ impl Default for LimitsTable {
 }
 
 #[derive(Debug, Clone, Copy, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", expecting = "a table [[tenant]]")]
 struct TenantTable {
     uid: u32,
     reserve: Option<Size>,
@@ -237,14 +237,14 @@ struct TenantTable {
 }
 
 #[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default, expecting = "the table [cache]")]
 struct CacheTable {
     limit: Option<Size>,
     eviction: Eviction,
 }
 
 #[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default, expecting = "the table [prefix]")]
 struct PrefixTable {
     store: StoreTable,
     common: Vec<CommonTable>,
@@ -252,7 +252,7 @@ struct PrefixTable {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", expecting = "a table [[prefix.common]]")]
 struct CommonTable {
     uid: u32,
     label: String,
@@ -262,7 +262,7 @@ struct CommonTable {
 }
 
 #[derive(Debug, Default, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case", default)]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", default, expecting = "the table [prefix.store]")]
 struct StoreTable {
     directory: Option<PathBuf>,
     tenants: Option<Vec<u32>>,
@@ -272,7 +272,7 @@ struct StoreTable {
 }
 
 #[derive(Debug, Deserialize)]
-#[serde(deny_unknown_fields, rename_all = "kebab-case")]
+#[serde(deny_unknown_fields, rename_all = "kebab-case", expecting = "a table [[profile]]")]
 struct ProfileTable {
     model: Option<PathBuf>,
     name: Option<String>,
@@ -420,14 +420,29 @@ impl Config {
     /// Reads `path`, if it exists or `must_exist`, and the `*.toml` files of the directory `path` + `.d` in the order of
     /// their names; later ones win, key by key, `[[tenant]]` by uid, `[[profile]]` as a whole. Then the command line.
     pub fn read(path: &Path, must_exist: bool, over: &Overrides) -> Result<Self, ConfigError> {
+        Config::read_at(path, must_exist, over, Path::to_path_buf)
+    }
+
+    /// The same, without a command line, of a board whose `path` is `real(path)` on this machine.
+    pub(crate) fn read_of_board(path: &Path, real: impl Fn(&Path) -> PathBuf) -> Result<Self, ConfigError> {
+        Config::read_at(path, false, &Overrides::default(), real)
+    }
+
+    fn read_at(
+        path: &Path,
+        must_exist: bool,
+        over: &Overrides,
+        real: impl Fn(&Path) -> PathBuf,
+    ) -> Result<Self, ConfigError> {
         let mut files = Vec::new();
-        match read_text(path) {
-            Ok(text) => files.push((path.to_path_buf(), text)),
+        let first = real(path);
+        match read_text(&first) {
+            Ok(text) => files.push((first.clone(), text)),
             Err(e) if e.kind() == std::io::ErrorKind::NotFound && !must_exist => {}
-            Err(source) => return Err(ConfigError::Read { path: path.into(), source }),
+            Err(source) => return Err(ConfigError::Read { path: first, source }),
         }
-        files.extend(drop_ins(path)?);
-        Config::from_files(path, files, over)
+        files.extend(drop_ins(path, real)?);
+        Config::from_files(&first, files, over)
     }
 
     /// Reads one text as the only configuration file, called `path`, without a command line: what a fuzzer does.
@@ -514,13 +529,12 @@ impl Config {
         check::cut_for(self, page, !check::backend(self).0.is_scattered())
     }
 
-    /// The heap that would be taken, as a path of the board whose files are below `root`; `None` if none is named and
-    /// none is a CMA heap by its name.
-    pub fn heap_below(&self, root: &Path) -> Option<String> {
-        let below = root.join(self.heap_directory.strip_prefix("/").unwrap_or(&self.heap_directory));
+    /// The heap that would be taken, as a path of the board whose heap directory is `directory` on this machine; `None` if
+    /// none is named and none is a CMA heap by its name.
+    pub fn heap_in(&self, directory: &Path) -> Option<String> {
         let path = match &self.heap {
             Some(heap) => self.heap_directory.join(heap),
-            None => self.heap_directory.join(DmaHeap::find(&below)?.file_name()?),
+            None => self.heap_directory.join(DmaHeap::find(directory)?.file_name()?),
         };
         Some(path.display().to_string())
     }

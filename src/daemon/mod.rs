@@ -20,6 +20,7 @@ mod watch;
 mod worker;
 
 pub use check::Outlook;
+pub(crate) use check::too_tight;
 pub use config::{Config, ConfigError, DeviceAccess, Overrides};
 pub use start::{StartError, run};
 

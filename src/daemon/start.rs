@@ -52,6 +52,8 @@ pub enum StartError {
     NoConnections { open: u64, descriptors: u64 },
     #[error("a pool of {pool} is more than the {memory} of this machine; make pool.size smaller")]
     LargerThanMemory { pool: Size, memory: Size },
+    #[error("a pool of {pool} is too large: {why}")]
+    LargerThanCgroup { pool: Size, why: String },
     #[error("prompts cannot be common to several tenants (prefix.common): {0}")]
     NoProof(String),
     #[error(transparent)]
@@ -153,6 +155,10 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     stop.add(Signal::SIGTERM);
     stop.add(Signal::SIGINT);
     stop.thread_block().map_err(io::Error::from)?;
+    // A stored prefix beyond RLIMIT_FSIZE is an error of one file, not the end of the daemon.
+    let mut too_large = SigSet::empty();
+    too_large.add(Signal::SIGXFSZ);
+    too_large.thread_block().map_err(io::Error::from)?;
     let flags = SfdFlags::SFD_CLOEXEC | SfdFlags::SFD_NONBLOCK;
     let signals = SignalFd::with_flags(&stop, flags).map_err(io::Error::from)?;
     raise_open_files();
@@ -165,6 +171,9 @@ pub fn run(config: &Config) -> Result<(), StartError> {
     if let Some(memory) = memory_bytes().filter(|m| *m < config.pool_bytes) {
         let (pool, memory) = (Size::from_bytes(config.pool_bytes), Size::from_bytes(memory));
         return Err(StartError::LargerThanMemory { pool, memory });
+    }
+    if let Some(why) = check::beyond_cgroup(config) {
+        return Err(StartError::LargerThanCgroup { pool: Size::from_bytes(config.pool_bytes), why });
     }
     let (heap, why) = choose_heap(config)?;
     let extents = check::cut(config, heap.backend())?;

@@ -101,7 +101,7 @@ pub(super) fn examine(board: &Board, found: &mut Findings) {
 /// Whether a buffer's count of holders proves that nobody else reaches it: by the daemon's own probe on one page of the
 /// heap, else by the version, and why.
 fn holder_count(board: &Board, release: Release, found: &mut Findings) {
-    let heap = board.here.then(|| board.config.heap_below(Path::new("/"))).flatten();
+    let heap = board.here.then(|| board.config.heap_in(&board.config.heap_directory)).flatten();
     let opened = heap.map(|path| (DmaHeap::open(Path::new(&path)).map(|heap| heap.proof()), path));
     match opened {
         Some((Ok(proof), path)) => tried(&proof, &path, found),

@@ -149,7 +149,7 @@ fn heaps(board: &Board, found: &mut Findings) {
         };
     }
     found.ok(area, "names", names.join(", "));
-    let chosen = board.config.heap_below(&board.tree.real("/"));
+    let chosen = board.config.heap_in(&board.tree.real(&board.config.heap_directory));
     overlay(board, found, &names, chosen.as_deref().filter(|_| wanted));
     let Some(chosen) = chosen else {
         let said = "none of them is a CMA heap by its name";

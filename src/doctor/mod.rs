@@ -119,10 +119,11 @@ impl Findings {
 pub fn examine(root: &Path, config: Option<&Path>) -> io::Result<Report> {
     let tree = Tree::new(root)?;
     let mut found = Findings::default();
-    let path = config.map_or_else(|| tree.real(DEFAULT_CONFIG), Path::to_path_buf);
-    let read =
-        Config::read(&path, config.is_some(), &Overrides::default()).and_then(|c| c.consistent().map(|()| c));
-    let config = match read {
+    let read = match config {
+        Some(path) => Config::read(path, true, &Overrides::default()),
+        None => Config::read_of_board(DEFAULT_CONFIG.as_ref(), |path| tree.real(path)),
+    };
+    let config = match read.and_then(|c| c.consistent().map(|()| c)) {
         Ok(config) => {
             found.ok("service", "configuration", format!("a pool of {} is configured", config.pool()));
             config
@@ -141,7 +142,7 @@ pub fn examine(root: &Path, config: Option<&Path>) -> io::Result<Report> {
         page: tree.field("/proc/self/smaps", "KernelPageSize").map_or(4096, |kib| kib << 10),
         pid: service::find_daemon(&tree, daemon.as_ref()),
         daemon,
-        here: std::fs::canonicalize(root)? == Path::new("/"),
+        here: tree.here,
         tree,
         config,
     };

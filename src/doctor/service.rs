@@ -5,6 +5,8 @@
 
 use super::tree::{Person, Tree};
 use super::{Board, CLIENTS, Findings};
+use crate::daemon::too_tight;
+use crate::heap::cgroup_bytes;
 use crate::packing::Extents;
 use crate::profile::Profile;
 use crate::size::Size;
@@ -46,10 +48,14 @@ type Limit = Option<u64>;
 
 /// The limit from /proc/PID/limits: its hard one, since the daemon raises itself to that.
 fn process_limit(board: &Board, row: &str) -> Option<Limit> {
+    limit_of_process(board, row, 1)
+}
+
+/// The one in force is column 0, the hard one column 1.
+fn limit_of_process(board: &Board, row: &str, column: usize) -> Option<Limit> {
     let text = board.tree.text(&format!("/proc/{}/limits", board.pid?))?;
     let line = text.lines().find_map(|l| l.strip_prefix(row))?;
-    let hard = line.split_whitespace().nth(1)?;
-    Some(hard.parse().ok())
+    Some(line.split_whitespace().nth(column)?.parse().ok())
 }
 
 /// The last value of `key` in the unit and its drop-ins.
@@ -149,6 +155,9 @@ fn limits(board: &Board, found: &mut Findings) {
         }
     }
 
+    file_size(board, whose, extents, found);
+    cgroup(board, found);
+
     let maps = board.tree.number("/proc/sys/vm/max_map_count").unwrap_or(MAPS);
     // A plane view of every block: each plane of a block is a mapping, at worst.
     let mappings = |profile: &Profile, extents: &Extents| -> u64 {
@@ -166,6 +175,41 @@ fn limits(board: &Board, found: &mut Findings) {
         found.warn(area, "mappings", said, mend);
     } else {
         found.ok(area, "mappings", said);
+    }
+}
+
+/// Extents of ordinary memory are files.
+fn file_size(board: &Board, whose: &str, extents: Option<Extents>, found: &mut Findings) {
+    let (area, item) = ("limits", "file-size");
+    let limit =
+        limit_of_process(board, "Max file size", 0).or_else(|| unit_limit(board, "LimitFSIZE")).flatten();
+    let extent = extents.map_or(0, |e| e.bytes);
+    match limit.filter(|n| *n < extent && !board.config.wants_heap()) {
+        Some(n) => found.fail(
+            area,
+            item,
+            format!("{whose} limit is {n} bytes, and an extent of {} is a file", Size::from_bytes(extent)),
+            format!("systemctl edit {}: [Service] LimitFSIZE=infinity", UNITS[0]),
+        ),
+        None => found.ok(area, item, "nothing keeps an extent from being a file"),
+    }
+}
+
+/// What the daemon's memory cgroups allow if it runs, else what its unit asks for.
+fn cgroup(board: &Board, found: &mut Findings) {
+    let (area, item) = ("limits", "cgroup-memory");
+    let read = |path: &str| board.tree.text(path);
+    let running = board.pid.and_then(|pid| read(&format!("/proc/{pid}/cgroup")));
+    let limit = match running {
+        Some(cgroups) => cgroup_bytes(&cgroups, read),
+        None => unit_limit(board, "MemoryMax").flatten().map(|n| (n, format!("MemoryMax= of {}", UNITS[0]))),
+    };
+    let why = limit.and_then(|(limit, file)| too_tight(&board.config, limit, &file));
+    match why.filter(|_| !board.config.wants_heap()) {
+        Some(why) => {
+            found.fail(area, item, why, format!("systemctl edit {}: [Service] MemoryMax=infinity", UNITS[0]))
+        }
+        None => found.ok(area, item, "no memory cgroup is too small for the pool"),
     }
 }
 

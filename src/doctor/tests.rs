@@ -8,8 +8,9 @@ fn board(name: &str) -> PathBuf {
     Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/data/boards").join(name)
 }
 
+/// In a copy, since the units are links out of the tree, which nobody follows in an examination.
 fn see(name: &str) -> Report {
-    examine(&board(name), None).unwrap()
+    changed(name, &[])
 }
 
 /// What was found for `area.item`: level, text, mend.
@@ -181,6 +182,37 @@ fn the_overlays_heap_that_the_configuration_does_not_choose_is_a_warning_with_th
     );
     let report = see("laptop");
     assert!(report.items.iter().all(|i| i.item != "overlay"), "there is none there: {report}");
+}
+
+#[test]
+fn a_cgroup_or_a_file_size_below_the_pool_fails() {
+    let memfd = ("etc/kvbroker/kvbroker.toml", "[pool]\nbackend = \"memfd\"\n");
+    let drop_in = "etc/systemd/system/kvbrokerd.service.d/override.conf";
+    let report = changed("rocket-6.18", &[memfd, (drop_in, "[Service]\nMemoryMax=128M\nLimitFSIZE=1M\n")]);
+    expect(
+        &report,
+        "limits.cgroup-memory",
+        Level::Fail,
+        "128 MiB (MemoryMax= of kvbrokerd.service)",
+        "MemoryMax=",
+    );
+    expect(&report, "limits.file-size", Level::Fail, "the unit's limit is 1048576 bytes", "LimitFSIZE=");
+    let cgroup = ("proc/412/cgroup", "0::/system.slice/kvbrokerd.service\n");
+    let tight = ("sys/fs/cgroup/system.slice/memory.max", "268435456\n");
+    let limits = "Limit  Soft Limit  Hard Limit  Units\nMax file size  1048576  unlimited  bytes\n";
+    let report = changed("healthy", &[memfd, cgroup, tight, ("proc/412/limits", limits)]);
+    let file = "256 MiB (/sys/fs/cgroup/system.slice/memory.max)";
+    expect(&report, "limits.cgroup-memory", Level::Fail, file, "MemoryMax=");
+    expect(
+        &report,
+        "limits.file-size",
+        Level::Fail,
+        "the running daemon's limit is 1048576 bytes",
+        "LimitFSIZE=",
+    );
+    // Memory of a heap is no file, and no cgroup counts it.
+    let report = changed("healthy", &[cgroup, tight]);
+    expect(&report, "limits.cgroup-memory", Level::Ok, "", "");
 }
 
 #[test]

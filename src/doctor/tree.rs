@@ -1,7 +1,9 @@
 //! A board as files: /sys, /proc, /dev and what else tells how it is set up, below a root directory.
 //!
-//! Owns nothing but the root. Invariant: every path that the doctor looks at goes through here, so a recorded tree is
-//! examined as the board itself is; what cannot be read is absent, never a guess.
+//! Owns nothing but the root. Invariants: every path that the doctor looks at goes through here, so a recorded tree is
+//! examined as the board itself is, and a link of the board's leads to what it leads to there, never out of the tree; nothing
+//! is opened but regular files and directories, and of a file no more than so much is read; what cannot be read is absent,
+//! never a guess.
 //!
 //! A tree in a repository keeps no owners and no device nodes. There the file `.nodes` says what they were on the board,
 //! a line each, `KIND MODE UID GID /PATH`, and the nodes are empty files:
@@ -10,11 +12,13 @@
 use std::collections::BTreeMap;
 use std::fs;
 use std::io::{self, Read};
-use std::os::unix::fs::MetadataExt;
-use std::path::{Path, PathBuf};
+use std::os::unix::fs::{MetadataExt, OpenOptionsExt};
+use std::path::{Component, Path, PathBuf};
 
 /// More than this is no setting of a kernel.
 const MOST: u64 = 4 << 20;
+/// Links on the way to a file, as the kernel counts them (MAXSYMLINKS, include/linux/namei.h).
+const MOST_LINKS: u32 = 40;
 
 /// Owner and rights of a file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -54,6 +58,8 @@ impl Node {
 #[derive(Debug)]
 pub(super) struct Tree {
     root: PathBuf,
+    /// The tree is the machine that this runs on, where the kernel itself finds the way.
+    pub here: bool,
     recorded: BTreeMap<String, Node>,
 }
 
@@ -61,20 +67,59 @@ impl Tree {
     /// The board below `root`: `/` for this one.
     pub fn new(root: &Path) -> io::Result<Self> {
         fs::read_dir(root)?;
-        let text = fs::read_to_string(root.join(".nodes")).unwrap_or_default();
-        let recorded = text.lines().filter_map(parse_node).collect();
-        Ok(Tree { root: root.into(), recorded })
+        let here = fs::canonicalize(root)? == Path::new("/");
+        let mut tree = Tree { root: root.into(), here, recorded: BTreeMap::new() };
+        let text = tree.text("/.nodes").unwrap_or_default();
+        tree.recorded = text.lines().filter_map(parse_node).collect();
+        Ok(tree)
     }
 
-    /// Where `path` of the board is on this machine.
-    pub fn real(&self, path: &str) -> PathBuf {
-        self.root.join(path.trim_start_matches('/'))
+    /// Where `path` of the board is on this machine. Links are followed as on the board: one that begins at the root
+    /// begins at the tree's, and none leads out of it. What is not there has a place all the same.
+    pub fn real(&self, path: impl AsRef<Path>) -> PathBuf {
+        self.resolve(path.as_ref(), true)
     }
 
-    /// The text of a file without white space at its ends.
+    fn resolve(&self, path: &Path, last: bool) -> PathBuf {
+        if self.here {
+            return Path::new("/").join(path);
+        }
+        // What is still to be gone, the next step at the end; and what has been gone below the root, free of links.
+        let steps =
+            |path: &Path| path.components().rev().map(|c| c.as_os_str().to_owned()).collect::<Vec<_>>();
+        let (mut ahead, mut gone, mut links) = (steps(path), PathBuf::new(), 0);
+        while let Some(step) = ahead.pop() {
+            match Path::new(&step).components().next() {
+                Some(Component::RootDir) => gone = PathBuf::new(),
+                Some(Component::ParentDir) => _ = gone.pop(),
+                Some(Component::Normal(name)) => {
+                    let next = gone.join(name);
+                    let follow = links < MOST_LINKS && (last || !ahead.is_empty());
+                    match follow.then(|| fs::read_link(self.root.join(&next))) {
+                        Some(Ok(target)) => {
+                            links += 1;
+                            ahead.extend(steps(&target));
+                        }
+                        _ => gone = next,
+                    }
+                }
+                _ => {}
+            }
+        }
+        self.root.join(gone)
+    }
+
+    /// The text of a regular file without white space at its ends.
     pub fn text(&self, path: &str) -> Option<String> {
+        let path = self.real(path);
+        // Looked at before it is opened, since to open a device may do something; and again, as what was opened.
+        let regular = |meta: io::Result<fs::Metadata>| meta.ok().filter(fs::Metadata::is_file);
+        regular(fs::metadata(&path))?;
+        let flags = libc::O_NONBLOCK | libc::O_NOCTTY | if self.here { 0 } else { libc::O_NOFOLLOW };
+        let file = fs::File::options().read(true).custom_flags(flags).open(&path).ok()?;
+        regular(file.metadata())?;
         let mut bytes = Vec::new();
-        fs::File::open(self.real(path)).ok()?.take(MOST).read_to_end(&mut bytes).ok()?;
+        file.take(MOST).read_to_end(&mut bytes).ok()?;
         // Device-tree strings end with a zero byte.
         let text = String::from_utf8_lossy(&bytes);
         Some(text.trim_matches(|c: char| c.is_whitespace() || c == '\0').to_owned())
@@ -102,12 +147,12 @@ impl Tree {
 
     /// Whether something is at `path`, be it a link that leads nowhere.
     pub fn exists(&self, path: &str) -> bool {
-        fs::symlink_metadata(self.real(path)).is_ok()
+        fs::symlink_metadata(self.resolve(Path::new(path), false)).is_ok()
     }
 
     /// The last name of where a link leads.
     pub fn link(&self, path: &str) -> Option<String> {
-        let target = fs::read_link(self.real(path)).ok()?;
+        let target = fs::read_link(self.resolve(Path::new(path), false)).ok()?;
         Some(target.file_name()?.to_string_lossy().into_owned())
     }
 
@@ -116,7 +161,9 @@ impl Tree {
         if let Some(node) = self.recorded.get(path) {
             return Some(*node);
         }
-        let meta = fs::metadata(self.real(path)).ok()?;
+        // A link that is left at the end leads round in a circle.
+        let real = self.real(path);
+        let meta = if self.here { fs::metadata(real) } else { fs::symlink_metadata(real) }.ok()?;
         Some(Node { mode: meta.mode() & 0o7777, uid: meta.uid(), gid: meta.gid() })
     }
 
@@ -185,5 +232,50 @@ mod tests {
         let node = tree.node("/dev/dma_heap/reserved").unwrap();
         assert_eq!(node, Node { mode: 0o660, uid: 0, gid: 990 });
         assert_eq!(tree.node("/dev/null"), None, "never the machine's own");
+    }
+
+    #[test]
+    fn links_lead_to_what_they_lead_to_on_the_board_and_never_out_of_it() {
+        let dir = tempfile::tempdir().unwrap();
+        let (root, outside) = (dir.path().join("board"), dir.path().join("outside"));
+        fs::create_dir_all(root.join("etc/deep")).unwrap();
+        fs::create_dir_all(root.join("usr/etc")).unwrap();
+        fs::write(&outside, "the machine's").unwrap();
+        fs::write(root.join("usr/etc/group"), "the board's").unwrap();
+        let link = |at: &str, to: &str| std::os::unix::fs::symlink(to, root.join(at)).unwrap();
+        link("etc/absolute", "/usr/etc/group");
+        link("etc/deep/up", "../../usr/etc/group");
+        link("etc/far-up", "../../../../../../usr/etc/group");
+        link("lib", "usr");
+        link("etc/through", "/lib/etc/group");
+        link("etc/circle", "circle");
+        link("etc/out", outside.to_str().unwrap());
+        link("etc/out-by-parents", "../../outside");
+        let tree = Tree::new(&root).unwrap();
+        for path in ["absolute", "deep/up", "far-up", "through"] {
+            assert_eq!(tree.text(&format!("/etc/{path}")).as_deref(), Some("the board's"), "{path}");
+        }
+        for path in ["circle", "out", "out-by-parents"] {
+            assert_eq!(tree.text(&format!("/etc/{path}")), None, "{path}");
+            assert!(tree.exists(&format!("/etc/{path}")), "the link itself is there: {path}");
+        }
+        assert_eq!(tree.names("/lib/etc"), ["group"]);
+        assert_eq!(tree.node("/etc/out"), None);
+        assert_eq!(tree.link("/etc/through").as_deref(), Some("group"));
+    }
+
+    #[test]
+    fn pipes_are_not_waited_for_and_what_has_no_end_is_not_read() {
+        let dir = tempfile::tempdir().unwrap();
+        fs::create_dir(dir.path().join("proc")).unwrap();
+        let pipe = |name: &str| nix::unistd::mkfifo(&dir.path().join(name), nix::sys::stat::Mode::S_IRWXU);
+        pipe("proc/meminfo").unwrap();
+        pipe(".nodes").unwrap();
+        let tree = Tree::new(dir.path()).unwrap();
+        assert_eq!(tree.text("/proc/meminfo"), None);
+        fs::write(dir.path().join("proc/long"), vec![b'x'; 2 * MOST as usize]).unwrap();
+        assert_eq!(tree.text("/proc/long").unwrap().len() as u64, MOST);
+        // On this machine itself as well.
+        assert_eq!(Tree::new(Path::new("/")).unwrap().text("/dev/zero"), None);
     }
 }

@@ -39,6 +39,7 @@ impl Heap for Memfd {
     }
 
     fn allocate(&self, bytes: u64) -> Result<Buffer, HeapError> {
+        super::room::check_file_size("memfd", bytes)?;
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let fd: OwnedFd = memfd_create("kvbroker", flags).map_err(call("memfd_create"))?;
         fallocate(&fd, FallocateFlags::empty(), 0, bytes as i64).map_err(|e| HeapError::NoMemory {
@@ -97,6 +98,25 @@ mod tests {
         assert_eq!(buffer.checksum(300_001..1 << 20, first).unwrap(), all);
         buffer.map().unwrap().unwrap().write((1 << 20) - 1, &[1]);
         assert_ne!(buffer.checksum(0..1 << 20, 0).unwrap(), all);
+    }
+
+    #[test]
+    fn an_extent_beyond_the_limit_of_a_files_size_is_an_error_and_ends_no_process() {
+        use nix::sys::resource::{Resource, setrlimit};
+        const LIMITED: &str = "KVBROKER_TEST_FILE_SIZE";
+        if std::env::var_os(LIMITED).is_some() {
+            setrlimit(Resource::RLIMIT_FSIZE, 4096, 4096).unwrap();
+            let said = Memfd::new(false).allocate(1 << 20).unwrap_err().to_string();
+            assert!(said.contains("none of more than 4096 bytes (RLIMIT_FSIZE)"), "{said}");
+            return;
+        }
+        // In a process of its own: the limit is of the whole process.
+        let name =
+            "heap::memfd::tests::an_extent_beyond_the_limit_of_a_files_size_is_an_error_and_ends_no_process";
+        let mut again = std::process::Command::new(std::env::current_exe().unwrap());
+        let output = again.args(["--exact", name]).env(LIMITED, "1").output().unwrap();
+        let said = String::from_utf8_lossy(&output.stdout);
+        assert!(output.status.success() && said.contains("1 passed"), "{}: {said}", output.status);
     }
 
     #[test]

@@ -31,7 +31,7 @@ pub use holders::Held;
 pub use memfd::Memfd;
 pub use probe::Proof;
 #[cfg(feature = "daemon")]
-pub(crate) use room::memory_bytes;
+pub(crate) use room::{cgroup_bytes, memory_bytes};
 pub use sealed::{ReadOnlyCopy, Sealed};
 #[cfg(feature = "daemon")]
 pub use udmabuf::{DEVICE as UDMABUF_DEVICE, Limits as UdmabufLimits, Udmabuf};
@@ -202,6 +202,10 @@ pub enum HeapError {
     Refused { heap: String, bytes: u64, source: io::Error },
     #[error("{path}: {source}")]
     Open { path: String, source: io::Error },
+    #[error(
+        "{heap}: a buffer of {bytes} bytes is a file, and this process may have none of more than {limit} bytes (RLIMIT_FSIZE); raise the limit: ulimit -f unlimited, or LimitFSIZE=infinity in the unit"
+    )]
+    FileSize { heap: String, bytes: u64, limit: u64 },
     #[error("{heap}: no memory for a buffer of {bytes} bytes ({source}); {advice}")]
     NoMemory { heap: String, bytes: u64, source: io::Error, advice: &'static str },
     #[error("{heap}: {call} failed: {source}")]

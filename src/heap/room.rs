@@ -48,9 +48,66 @@ fn enough(heap: &str, bytes: u64, available: Option<u64>) -> Result<(), HeapErro
     }
 }
 
+/// For buffers that are files: an error where this process may have none of so many bytes (RLIMIT_FSIZE). The kernel would
+/// not only refuse, but send SIGXFSZ, which ends the process: of an embedded broker the engine.
+pub(super) fn check_file_size(heap: &str, bytes: u64) -> Result<(), HeapError> {
+    use nix::sys::resource::{Resource, getrlimit};
+    let limit = getrlimit(Resource::RLIMIT_FSIZE).map_or(u64::MAX, |(soft, _)| soft);
+    match bytes > limit {
+        true => Err(HeapError::FileSize { heap: heap.into(), bytes, limit }),
+        false => Ok(()),
+    }
+}
+
+/// The least bytes that a memory cgroup of a process may have, and the file that says so: of its own cgroup and all above
+/// it. `cgroups` is its /proc/PID/cgroup (cgroups(7)); `read` reads the files below /sys/fs/cgroup.
+#[cfg(feature = "daemon")]
+pub(crate) fn cgroup_bytes(cgroups: &str, read: impl Fn(&str) -> Option<String>) -> Option<(u64, String)> {
+    let mut least: Option<(u64, String)> = None;
+    for line in cgroups.lines() {
+        let mut fields = line.splitn(3, ':').skip(1);
+        let (Some(controllers), Some(path)) = (fields.next(), fields.next()) else { continue };
+        let (root, file) = match controllers {
+            "" => ("/sys/fs/cgroup", "memory.max"),
+            _ if controllers.split(',').any(|c| c == "memory") => {
+                ("/sys/fs/cgroup/memory", "memory.limit_in_bytes")
+            }
+            _ => continue,
+        };
+        for directory in std::path::Path::new(path).ancestors() {
+            let file = format!("{root}{}/{file}", directory.display().to_string().trim_end_matches('/'));
+            // "max" is no number, and no limit.
+            let limit = read(&file).and_then(|text| text.trim().parse().ok());
+            if let Some(limit) = limit.filter(|n| least.as_ref().is_none_or(|(l, _)| n < l)) {
+                least = Some((limit, file));
+            }
+        }
+    }
+    least
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[cfg(feature = "daemon")]
+    #[test]
+    fn the_tightest_cgroup_above_a_process_counts() {
+        let read = |file: &str| match file {
+            "/sys/fs/cgroup/system.slice/kvbrokerd.service/memory.max" => Some("max\n".to_owned()),
+            "/sys/fs/cgroup/system.slice/memory.max" => Some("134217728\n".into()),
+            "/sys/fs/cgroup/memory.max" => Some("268435456\n".into()),
+            "/sys/fs/cgroup/memory/box/memory.limit_in_bytes" => Some("1048576\n".into()),
+            _ => None,
+        };
+        let of = |text| cgroup_bytes(text, read);
+        let slice = Some((128 << 20, "/sys/fs/cgroup/system.slice/memory.max".to_owned()));
+        assert_eq!(of("0::/system.slice/kvbrokerd.service\n"), slice);
+        assert_eq!(of("0::/\n"), Some((256 << 20, "/sys/fs/cgroup/memory.max".into())));
+        let old = Some((1 << 20, "/sys/fs/cgroup/memory/box/memory.limit_in_bytes".to_owned()));
+        assert_eq!(of("5:cpu,cpuacct:/box\n4:hugetlb,memory:/box\n1:name=systemd:/box\n"), old);
+        assert_eq!(of("5:cpu:/\nnonsense\n"), None);
+    }
 
     #[test]
     fn an_extent_that_would_leave_the_machine_without_memory_is_not_asked_for() {

@@ -84,6 +84,7 @@ pub struct Sealed(File);
 impl Sealed {
     /// One of `bytes` bytes that `fill` has written.
     fn new(bytes: u64, fill: impl FnOnce(&File) -> io::Result<()>) -> io::Result<Self> {
+        room::check_file_size("a read-only copy", bytes).map_err(io::Error::other)?;
         let flags = MFdFlags::MFD_CLOEXEC | MFdFlags::MFD_ALLOW_SEALING;
         let made = File::from(memfd_create("kvbroker-common", flags)?);
         // Opened once more: the kernel counts what was opened, and not what memfd_create made.

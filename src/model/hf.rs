@@ -7,13 +7,83 @@ use super::{
     Family, Fault, MAX_HEAD_DIM, MAX_HEADS, MAX_LENGTH, MOST_LAYERS, ModelShape, Parts, alternate,
     derived_head_dim, printable, quote, within, wrong_number,
 };
-use serde_json::{Map, Value};
+use serde::de::{Deserialize, Deserializer, Error, MapAccess, SeqAccess, Visitor};
+use serde_json::{Map, Number, Value};
+use std::fmt;
+
+/// A value in which no object has a key twice: of two, one reader takes the first and another the last.
+struct Unique(Value);
+
+impl<'de> Deserialize<'de> for Unique {
+    fn deserialize<D: Deserializer<'de>>(from: D) -> Result<Self, D::Error> {
+        from.deserialize_any(UniqueKeys).map(Unique)
+    }
+}
+
+struct UniqueKeys;
+
+impl<'de> Visitor<'de> for UniqueKeys {
+    type Value = Value;
+
+    fn expecting(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str("a JSON value")
+    }
+
+    fn visit_bool<E>(self, value: bool) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_i64<E>(self, value: i64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_u64<E>(self, value: u64) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_f64<E>(self, value: f64) -> Result<Value, E> {
+        Ok(Number::from_f64(value).map_or(Value::Null, Value::Number))
+    }
+
+    fn visit_str<E>(self, value: &str) -> Result<Value, E> {
+        Ok(value.into())
+    }
+
+    fn visit_unit<E>(self) -> Result<Value, E> {
+        Ok(Value::Null)
+    }
+
+    fn visit_seq<A: SeqAccess<'de>>(self, mut from: A) -> Result<Value, A::Error> {
+        let mut all = Vec::new();
+        while let Some(Unique(value)) = from.next_element()? {
+            all.push(value);
+        }
+        Ok(Value::Array(all))
+    }
+
+    fn visit_map<A: MapAccess<'de>>(self, mut from: A) -> Result<Value, A::Error> {
+        let mut all = Map::new();
+        while let Some(key) = from.next_key::<String>()? {
+            let Unique(value) = from.next_value()?;
+            let twice = all.contains_key(&key).then(|| quote(&key));
+            if let Some(key) = twice {
+                return Err(A::Error::custom(format!("the key {key} comes twice")));
+            }
+            all.insert(key, value);
+        }
+        Ok(Value::Object(all))
+    }
+}
 
 /// The shape that the text of a `config.json` describes; `fallback_name` is used if it has no name.
 ///
 /// JSON's nesting is bounded by the parser (128); its size by the caller.
 pub fn parse(text: &[u8], fallback_name: &str) -> Result<ModelShape, Fault> {
-    let root: Value = serde_json::from_slice(text)?;
+    // Of UTF-8, and of UTF-16 either way round.
+    if [&b"\xef\xbb\xbf"[..], b"\xff\xfe", b"\xfe\xff"].iter().any(|mark| text.starts_with(mark)) {
+        return Err(Fault::ByteOrderMark);
+    }
+    let Unique(root) = serde_json::from_slice(text)?;
     let Value::Object(root) = &root else {
         return Err(Fault::Wrong {
             field: "(the whole file)".to_owned(),
@@ -292,6 +362,25 @@ mod tests {
         assert!(shape.notes.is_empty());
         let named = read(&with(llama(), "_name_or_path", json!("org/model"))).unwrap();
         assert_eq!(named.name, "org/model");
+    }
+
+    #[test]
+    fn a_key_that_comes_twice_is_refused_at_whatever_depth() {
+        let twice = llama().to_string().replacen('{', "{\"head_dim\": 128, ", 1);
+        for text in [&twice, "{\"model_type\": \"llama\", \"a\": [{\"head_dim\": 1, \"head_dim\": 1}]}"] {
+            let said = parse(text.as_bytes(), "fallback").expect_err("refused").to_string();
+            assert!(said.contains("the key \"head_dim\" comes twice"), "{said}");
+        }
+    }
+
+    #[test]
+    fn a_byte_order_mark_is_named() {
+        let text = format!("\u{feff}{}", llama());
+        let wide: Vec<u8> = text.encode_utf16().flat_map(u16::to_le_bytes).collect();
+        for bytes in [text.as_bytes(), &wide] {
+            let said = parse(bytes, "fallback").expect_err("refused").to_string();
+            assert!(said.contains("byte order mark"), "{said}");
+        }
     }
 
     #[test]

@@ -52,6 +52,8 @@ pub enum Fault {
         "has {bytes} bytes, more than the {MAX_CONFIG_BYTES} of a config.json, and does not begin with GGUF"
     )]
     TooLarge { bytes: u64 },
+    #[error("begins with a byte order mark, which JSON does not allow: save it as UTF-8 without one")]
+    ByteOrderMark,
     #[error("is no valid JSON: {0}")]
     Json(#[from] serde_json::Error),
     #[error("the field {field} is missing{hint}")]

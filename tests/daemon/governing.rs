@@ -185,6 +185,10 @@ fn limits_are_changed_while_everybody_works_and_the_answer_says_what_holds_from_
     let now = json(&daemon, &["limits", "4003", "--reserve", "512K"]);
     assert_eq!((&now["revision"], &now["outcome"]), (&4.into(), &"deferred".into()), "{now}");
     // What cannot be is refused, and changes nothing.
+    for nobody in ["65534", "4294967295"] {
+        let why = refused(&daemon, &["limits", nobody, "--reserve", "128K"]);
+        assert!(why.contains(&format!("uid {nobody}: ")), "{why}");
+    }
     let why = refused(&daemon, &["limits", "4004", "--reserve", "512K"]);
     assert!(why.contains("the reserves would be 10 extents, the pool has 8"), "{why}");
     for less in ["1B", "131071B"] {

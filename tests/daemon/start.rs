@@ -39,6 +39,7 @@ fn a_wrong_configuration_ends_with_code_2_and_words() {
         ("[pool]\nsize = \"1\"\n", "without unit"),
         ("nonsense", "line 1"),
         (long, "octal"),
+        ("pool = 5\n", "expected the table [pool]"),
     ] {
         let (code, log) = Place::new(config).fails();
         assert_eq!(code, Some(2), "{config}: {log}");
@@ -228,6 +229,61 @@ fn the_reason_of_a_failed_start_is_said_even_when_the_log_is_off() {
         let status = place.command().env("KVBROKER_LOG", "off").status().unwrap();
         assert_eq!(status.code(), Some(code));
         assert!(place.log().contains(words), "{}", place.log());
+    }
+}
+
+/// Has the command's process have no file of more than `bytes`.
+fn limit_files(command: &mut Command, bytes: u64) -> &mut Command {
+    // SAFETY: setrlimit may be called between fork and exec.
+    unsafe {
+        command.pre_exec(move || {
+            let limit = libc::rlimit { rlim_cur: bytes, rlim_max: bytes };
+            match libc::setrlimit(libc::RLIMIT_FSIZE, &limit) {
+                0 => Ok(()),
+                _ => Err(std::io::Error::last_os_error()),
+            }
+        })
+    }
+}
+
+#[test]
+fn an_extent_that_may_be_no_file_is_refused_with_the_limit_and_ends_no_process_without_a_word() {
+    let place = Place::new(CONFIG);
+    for (check, code) in [(true, 2), (false, 1)] {
+        let mut command = elsewhere(&place, &place.socket());
+        if check {
+            command.arg("--check");
+        }
+        let output = limit_files(command.stderr(Stdio::piped()), 100 << 10).output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(code), "{said}");
+        assert!(said.contains("102400 bytes (RLIMIT_FSIZE)") && said.contains("LimitFSIZE="), "{said}");
+    }
+}
+
+#[test]
+fn a_level_of_the_log_that_there_is_not_is_warned_of() {
+    for (level, warned) in [("verbose", true), ("warn,", true), ("kvbroker=debug", false), ("", false)] {
+        let place = Place::new(CONFIG);
+        let mut command = elsewhere(&place, &place.socket());
+        command.env("KVBROKER_LOG", level).arg("--check").stderr(Stdio::piped());
+        let output = command.output().unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        assert_eq!(output.status.code(), Some(0), "{said}");
+        assert_eq!(said.contains(&format!("KVBROKER_LOG = \"{level}\" is no level")), warned, "{said}");
+    }
+}
+
+#[test]
+fn a_drop_in_of_an_odd_name_plays_no_tricks_on_the_terminal() {
+    let place = Place::new(CONFIG);
+    std::fs::create_dir(place.path("kvbroker.toml.d")).unwrap();
+    let odd = place.path("kvbroker.toml.d").join("\u{1b}[2J\nall is well.toml");
+    for wrong in ["nonsense", "[pool]\nsize = \"1K\"\n"] {
+        std::fs::write(&odd, wrong).unwrap();
+        let (code, _, said) = checked(&place);
+        assert_eq!(code, Some(2), "{said}");
+        assert!(said.contains("?[2J?all is well.toml") && !said.contains('\u{1b}'), "{said:?}");
     }
 }
 

@@ -4,41 +4,78 @@
 //! before the next one is waited for; the end of the stream has a reason and an exit code that is not 0.
 
 use std::collections::BTreeMap;
-use std::io::{BufRead, BufReader, Write};
+use std::io::Write;
 use std::time::{SystemTime, UNIX_EPOCH};
 
 use serde_json::Value;
 
 use super::Failure;
-use super::live::{Ask, parse};
+use super::answer::{LONGEST, foreign, parse, quote_all, quoted};
+use super::live::Ask;
 
-/// Prints until it is interrupted or the broker ends it.
+/// Of all objects together no more is remembered than an answer may have.
+const MOST: usize = LONGEST as usize;
+
+/// Prints until it is interrupted, nobody reads it any more, or the broker ends it.
 pub fn run(ask: &Ask, out: &mut impl Write) -> Result<(), Failure> {
-    let mut known: BTreeMap<(String, String), Value> = BTreeMap::new();
-    for line in BufReader::new(ask.ask("events", None)?).lines() {
-        let line = line.map_err(|e| ask.unreachable(&e))?;
-        let event = parse(&line)?;
+    let mut known = Known::default();
+    let mut lines = ask.lines("events")?;
+    while let Some(line) = lines.next().map_err(|e| closed(ask, e))? {
+        // There is a broker; how long nothing changes is not its doing.
+        lines.wait_for_ever();
+        let mut event = parse(&line)?;
+        let Some(name) = event["event"].as_str().map(quoted) else {
+            return Err(foreign(&"a line of it tells of no event"));
+        };
         if ask.is_json() {
             writeln!(out, "{line}")?;
         } else {
+            quote_all(&mut event);
             print(&event, &mut known, out)?;
+            if known.bytes > MOST {
+                return Err(foreign(&"it tells of more objects than a broker has"));
+            }
         }
         out.flush()?;
-        let reason = event["reason"].as_str().unwrap_or("no reason is given");
-        match event["event"].as_str() {
-            Some("dropped") => return Err(Failure::Refused(format!("dropped by the broker: {reason}"))),
-            Some("end") => return Err(Failure::Unreachable(format!("the broker has ended: {reason}"))),
+        let reason = quoted(event["reason"].as_str().unwrap_or("no reason is given"));
+        match name.as_str() {
+            "dropped" => return Err(Failure::Refused(format!("dropped by the broker: {reason}"))),
+            "end" => return Err(Failure::Unreachable(format!("the broker has ended: {reason}"))),
             _ => {}
         }
     }
     Err(Failure::Unreachable("the broker has gone without a word".into()))
 }
 
-fn print(
-    event: &Value,
-    known: &mut BTreeMap<(String, String), Value>,
-    out: &mut impl Write,
-) -> std::io::Result<()> {
+fn closed(ask: &Ask, e: std::io::Error) -> Failure {
+    match e.kind() {
+        std::io::ErrorKind::BrokenPipe => Failure::Output(e),
+        _ => ask.unreachable(&e),
+    }
+}
+
+/// What was last said of each object, by kind and id.
+#[derive(Default)]
+struct Known {
+    objects: BTreeMap<(String, String), (Value, usize)>,
+    bytes: usize,
+}
+
+impl Known {
+    fn insert(&mut self, key: &(String, String), is: Value) -> Option<Value> {
+        let bytes = key.0.len() + key.1.len() + is.to_string().len();
+        self.bytes += bytes;
+        let (before, bytes) = self.objects.insert(key.clone(), (is, bytes))?;
+        self.bytes -= bytes;
+        Some(before)
+    }
+
+    fn remove(&mut self, key: &(String, String)) {
+        self.bytes -= self.objects.remove(key).map_or(0, |(_, bytes)| bytes);
+    }
+}
+
+fn print(event: &Value, known: &mut Known, out: &mut impl Write) -> std::io::Result<()> {
     let word = |key: &str| event[key].as_str().unwrap_or_default().to_owned();
     let key = (word("kind"), word("id"));
     let name = word("event");
@@ -50,7 +87,7 @@ fn print(
             String::new()
         }
         _ => {
-            let before = known.insert(key.clone(), event["is"].clone());
+            let before = known.insert(&key, event["is"].clone());
             difference(before.as_ref(), &event["is"])
         }
     };

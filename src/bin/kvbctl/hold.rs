@@ -4,7 +4,7 @@
 //! program starts when all of the memory is with the kernel, or not at all; it does not outlive this process, whose end
 //! ends the lease; its exit code is this process's.
 
-use std::io::{self, BufRead, BufReader, Write};
+use std::io::{self, Write};
 use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::os::unix::process::{CommandExt, ExitStatusExt};
@@ -19,13 +19,14 @@ use nix::sys::signalfd::{SfdFlags, SignalFd};
 use nix::unistd::{Pid, getpid, getppid};
 
 use super::Failure;
+use super::answer::{Reply, foreign, report, said};
 use super::live::AdminSocket;
 
 pub const EXIT_CODES: &str = "Exit codes:
   the command's own, or 128 and the number of the signal that ended it
   1    so much cannot be lent, or could not within --wait; standard error says who has it
   2    the command line is wrong
-  3    the broker could not be reached
+  3    the broker could not be reached, or did not answer in time
   126  the command could not be started
   127  there is no such command
 
@@ -122,21 +123,21 @@ impl Args {
     /// lease.
     fn lease(&self, patience: Duration) -> Result<Result<Lease, String>, Failure> {
         let mut stream = self.admin.connect()?;
-        stream.set_read_timeout(Some(patience)).map_err(failed("the admin socket"))?;
+        stream.set_write_timeout(Some(patience)).map_err(failed("the admin socket"))?;
         let shown = kvbroker::quote::plain(&self.command.join(" "));
         let end = (0..=SHOWN.min(shown.len())).rev().find(|at| shown.is_char_boundary(*at)).unwrap_or(0);
         writeln!(stream, "hold {} {}", self.size.bytes(), &shown[..end])
             .map_err(|e| self.admin.unreachable(&e))?;
-        let mut line = String::new();
-        BufReader::new(&stream).read_line(&mut line).map_err(|e| self.admin.unreachable(&e))?;
-        if line.is_empty() {
-            return Err(self.admin.unreachable(&io::ErrorKind::UnexpectedEof.into()));
+        let reply = Reply::within(stream, patience).line();
+        let (line, stream) = reply.map_err(|e| self.admin.unreachable(&e))?;
+        let answer = match said(&line)? {
+            Ok(answer) => answer,
+            Err(why) => return Ok(Err(why)),
+        };
+        let report: HoldReport = report(&answer)?;
+        if !report.in_force || report.bytes < self.size.bytes() {
+            return Err(foreign(&"it lends less than was asked for"));
         }
-        let answer: serde_json::Value = serde_json::from_str(&line).map_err(other_version)?;
-        if let Some(why) = answer["error"].as_str() {
-            return Ok(Err(why.into()));
-        }
-        let report = serde_json::from_value(answer).map_err(other_version)?;
         Ok(Ok((stream, report)))
     }
 
@@ -241,8 +242,4 @@ fn say(what: &str) {
 
 fn failed(what: &'static str) -> impl Fn(io::Error) -> Failure {
     move |e| Failure::Refused(format!("{what}: {e}"))
-}
-
-fn other_version(e: serde_json::Error) -> Failure {
-    Failure::Refused(format!("the broker's answer is of another version ({e})"))
 }

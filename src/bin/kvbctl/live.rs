@@ -3,18 +3,22 @@
 //! Owns the one question and its answer. Invariant: every figure comes from the broker's answer; nothing is kept or
 //! computed beyond sums and shares of what stands there.
 
-use std::io::{self, IsTerminal, Read, Write};
+use std::io::{self, IsTerminal, Write};
 use std::os::unix::net::UnixStream;
 use std::path::PathBuf;
 use std::time::Duration;
 
 use clap::Args;
-use kvbroker::broker::{FsckReport, LimitsReport, MapReport, Outcome, SessionReport, StatusReport};
+use kvbroker::broker::{
+    FsckReport, LimitsReport, MapReport, Outcome, PinReport, SessionReport, StatusReport,
+};
 use kvbroker::daemon::DEFAULT_ADMIN_SOCKET;
 use kvbroker::size::Size;
+use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
 
+use super::answer::{self, Lines, Reply, foreign, parse, report};
 use super::{Failure, print_json};
 
 /// Where the broker is.
@@ -36,6 +40,9 @@ impl AdminSocket {
         let advice = match e.kind() {
             io::ErrorKind::NotFound | io::ErrorKind::ConnectionRefused => "is kvbrokerd running?",
             io::ErrorKind::PermissionDenied => "the admin socket is for root, or for the broker's own user",
+            io::ErrorKind::TimedOut => "the broker hangs, is stopped, or has too much to do",
+            // Whoever is there talks, and is no broker.
+            io::ErrorKind::InvalidData => return foreign(e),
             _ => "the broker does not answer",
         };
         Failure::Unreachable(format!("{}: {e}; {advice}", self.socket.display()))
@@ -61,12 +68,17 @@ impl Ask {
         self.json
     }
 
-    /// Asks; what comes is still to be read, and may be waited for as long as `patience` says.
-    pub(super) fn ask(&self, question: &str, patience: Option<Duration>) -> Result<UnixStream, Failure> {
+    /// Asks; what comes is still to be read, within `patience`.
+    fn ask(&self, question: &str, patience: Duration) -> Result<Reply, Failure> {
         let mut stream = self.admin.connect()?;
-        stream.set_read_timeout(patience).and_then(|()| stream.set_write_timeout(Some(PATIENCE)))?;
+        stream.set_write_timeout(Some(PATIENCE))?;
         writeln!(stream, "{question}").map_err(|e| self.unreachable(&e))?;
-        Ok(stream)
+        Ok(Reply::within(stream, patience))
+    }
+
+    /// The lines of what has no end. The first one comes soon, or nobody is there.
+    pub(super) fn lines(&self, question: &str) -> Result<Lines, Failure> {
+        Ok(Lines::of(self.ask(question, PATIENCE)?.for_stdout()))
     }
 
     pub(super) fn unreachable(&self, e: &io::Error) -> Failure {
@@ -75,23 +87,28 @@ impl Ask {
 
     /// The answer as it comes.
     pub(super) fn text(&self, question: &str) -> Result<String, Failure> {
-        self.text_within(question, PATIENCE)
+        self.ask(question, PATIENCE)?.text().map_err(|e| self.unreachable(&e))
     }
 
-    fn text_within(&self, question: &str, patience: Duration) -> Result<String, Failure> {
-        let mut text = String::new();
-        let mut stream = self.ask(question, Some(patience))?;
-        stream.read_to_string(&mut text).map_err(|e| self.unreachable(&e))?;
-        Ok(text)
-    }
-
-    /// Waits for the answer for so long.
-    pub(super) fn answer_within(&self, question: &str, patience: Duration) -> Result<Value, Failure> {
-        parse(&self.text_within(question, patience)?)
-    }
-
+    /// The answer to what changes nothing.
     pub(super) fn answer(&self, question: &str) -> Result<Value, Failure> {
         parse(&self.text(question)?)
+    }
+
+    /// Has something done, and waits so long for word of it. Without an answer nobody knows whether it was done.
+    pub(super) fn change_within(&self, question: &str, patience: Duration) -> Result<Value, Failure> {
+        let text = self.ask(question, patience)?.text().map_err(|e| match self.unreachable(&e) {
+            Failure::Unreachable(why) => Failure::Unreachable(format!(
+                "{why}; what was asked for may have been done, or may still be when it goes on: look again before you \
+                 repeat it"
+            )),
+            other => other,
+        })?;
+        parse(&text)
+    }
+
+    pub(super) fn change(&self, question: &str) -> Result<Value, Failure> {
+        self.change_within(question, PATIENCE)
     }
 
     pub(super) fn show<T: DeserializeOwned>(
@@ -101,11 +118,11 @@ impl Ask {
         text: impl FnOnce(T, &mut dyn Write) -> io::Result<()>,
     ) -> Result<(), Failure> {
         let answer = self.answer(question)?;
+        // In JSON too an answer to something else is none.
+        let report = report(&answer)?;
         if self.json {
             return print_json(out, &answer);
         }
-        let report = serde_json::from_value(answer)
-            .map_err(|e| Failure::Refused(format!("the broker's answer is of another version ({e})")))?;
         Ok(text(report, out)?)
     }
 
@@ -132,30 +149,37 @@ impl Ask {
     /// `kvbctl check`
     pub fn check(&self, out: &mut impl Write) -> Result<(), Failure> {
         let answer = self.answer("check")?;
+        let checked: Checked = report(&answer)?;
         if self.json {
             print_json(out, &answer)?;
-        } else if answer["ok"] == true {
+        } else if checked.ok {
             writeln!(out, "every byte of the pool is accounted for")?;
         }
-        match answer["ok"] == true {
+        match checked.ok {
             true => Ok(()),
-            false => Err(Failure::Refused(format!("the books do not add up: {}", answer["problem"]))),
+            false => {
+                let problem = checked.problem.unwrap_or_else(|| "the broker does not say where".into());
+                Err(Failure::Refused(format!("the books do not add up: {problem}")))
+            }
         }
     }
+}
+
+/// What comes of `check`.
+#[derive(Deserialize)]
+struct Checked {
+    ok: bool,
+    problem: Option<String>,
 }
 
 impl Ask {
     /// `kvbctl fsck`: begins a check, or joins the one that runs, and waits for its end. Damage is exit code 1.
     pub fn fsck(&self, out: &mut impl Write) -> Result<(), Failure> {
-        let read = |answer: Value| {
-            serde_json::from_value::<FsckReport>(answer)
-                .map_err(|e| Failure::Refused(format!("the broker's answer is of another version ({e})")))
-        };
-        let mut report = read(self.answer("fsck start")?)?;
+        let mut report: FsckReport = report(&self.change("fsck start")?)?;
         let run = report.run;
         while report.running {
             std::thread::sleep(LOOK_EVERY);
-            report = read(self.answer("fsck")?)?;
+            report = answer::report(&self.answer("fsck")?)?;
             if report.run != run {
                 return Err(Failure::Refused(
                     "the broker was started anew meanwhile, or another check was".into(),
@@ -167,7 +191,7 @@ impl Ask {
         } else {
             print_fsck(&report, out)?;
         }
-        match report.damaged + report.unreadable {
+        match report.damaged.saturating_add(report.unreadable) {
             0 => Ok(()),
             _ => Err(Failure::Refused(format!(
                 "{} of {} sealed blocks are damaged, {} cannot be read",
@@ -195,17 +219,6 @@ fn print_fsck(report: &FsckReport, out: &mut dyn Write) -> io::Result<()> {
         writeln!(out)?;
     }
     Ok(())
-}
-
-/// One document of the broker's; an error that it says is one.
-pub(super) fn parse(text: &str) -> Result<Value, Failure> {
-    let value: Value = serde_json::from_str(text).map_err(|e| {
-        Failure::Refused(format!("the broker's answer is no JSON ({e}); is it of this version?"))
-    })?;
-    match value.get("error").and_then(Value::as_str) {
-        Some(error) => Err(Failure::Refused(error.into())),
-        None => Ok(value),
-    }
 }
 
 /// `kvbctl limits`
@@ -254,9 +267,11 @@ impl Limits {
         if let Some(revision) = self.revision {
             question += &format!(" revision={revision}");
         }
-        let answer = self.ask.answer(&question)?;
-        let report: LimitsReport = serde_json::from_value(answer.clone())
-            .map_err(|e| Failure::Refused(format!("the broker's answer is of another version ({e})")))?;
+        let answer = match self.uid {
+            Some(_) => self.ask.change(&question)?,
+            None => self.ask.answer(&question)?,
+        };
+        let report: LimitsReport = report(&answer)?;
         if report.outcome == Some(Outcome::Refused) {
             return Err(Failure::Refused(report.reasons.join("; ")));
         }
@@ -332,9 +347,9 @@ pub struct Unpin {
 impl Unpin {
     /// Asks, and prints what was unpinned. Nothing of that name is exit code 1.
     pub fn run(&self, out: &mut impl Write) -> Result<(), Failure> {
-        let answer = self.ask.answer(&format!("unpin {}", self.chain))?;
-        let none = answer["unpinned"].as_array().is_none_or(Vec::is_empty);
-        if none && self.chain != "all" {
+        let answer = self.ask.change(&format!("unpin {}", self.chain))?;
+        let Unpinned { unpinned } = report(&answer)?;
+        if unpinned.is_empty() && self.chain != "all" {
             return Err(Failure::Refused(format!(
                 "no pinned prefix has a name that begins with {}",
                 self.chain
@@ -343,11 +358,17 @@ impl Unpin {
         if self.ask.json {
             return print_json(out, &answer);
         }
-        for pin in answer["unpinned"].as_array().into_iter().flatten() {
-            writeln!(out, "{} of uid {}: {} blocks", pin["chain"], pin["uid"], pin["blocks"])?;
+        for pin in unpinned {
+            writeln!(out, "{} of uid {}: {} blocks", pin.chain, pin.uid, pin.blocks)?;
         }
         Ok(())
     }
+}
+
+/// What comes of `unpin`.
+#[derive(Deserialize)]
+struct Unpinned {
+    unpinned: Vec<PinReport>,
 }
 
 /// Whether the map is coloured.
@@ -410,7 +431,7 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
         )?;
     }
     if pool.extents_elastic > 0 {
-        let all = mib(u64::from(pool.extents_elastic) * pool.extent_bytes);
+        let all = mib(pool.extent_bytes.saturating_mul(pool.extents_elastic.into()));
         writeln!(out, "          {all} given back to the kernel, because memory is short")?;
     }
     for q in &pool.quarantined {
@@ -451,7 +472,7 @@ fn print_status(s: StatusReport, out: &mut dyn Write) -> io::Result<()> {
             mib(s.common_bytes)
         )?;
     }
-    if s.windows + s.windows_held > 0 || s.staging_bytes > 0 {
+    if s.windows > 0 || s.windows_held > 0 || s.staging_bytes > 0 {
         let (held, staging) = (s.windows_held, mib(s.staging_bytes));
         writeln!(out, "windows   {}, {held} closed and still held; {staging} of staging buffers", s.windows)?;
     }
@@ -498,7 +519,7 @@ fn print_sessions(sessions: Vec<SessionReport>, out: &mut dyn Write) -> io::Resu
         .map(String::from),
     ];
     for s in &sessions {
-        let bytes = u64::from(s.blocks_private + s.blocks_shared) * s.block_bytes;
+        let bytes = s.block_bytes.saturating_mul(u64::from(s.blocks_private) + u64::from(s.blocks_shared));
         rows.push([
             s.session.to_string(),
             s.uid.to_string(),

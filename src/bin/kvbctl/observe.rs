@@ -6,9 +6,12 @@ use std::io::{self, Write};
 
 use clap::Args;
 use kvbroker::broker::{EvictReport, PrefixesReport, TenantsReport};
+use kvbroker::quote::plain;
+use serde::Deserialize;
 use serde_json::Value;
 
-use super::live::{Ask, mib, parse, table};
+use super::answer::{foreign, parse, report};
+use super::live::{Ask, mib, table};
 use super::{Failure, print_json};
 
 /// The accounts that `kvbctl tenants` has a column for; the rest is `other`.
@@ -29,7 +32,7 @@ pub(super) fn print_tenants(report: &TenantsReport, out: &mut dyn Write) -> io::
     for t in &report.tenants {
         let account = |name: &str| t.ledger.get(name).copied().unwrap_or(0);
         let [private, shared, credit, cached, pinned, stranded] = COLUMNS.map(account);
-        let other = t.bytes.saturating_sub(COLUMNS.map(account).iter().sum());
+        let other = COLUMNS.iter().fold(t.bytes, |left, name| left.saturating_sub(account(name)));
         rows.push([
             t.uid.to_string(),
             t.priority.to_string(),
@@ -151,9 +154,8 @@ impl Evict {
             (None, None, Some(uid)) => format!("evict blocks=all uid={uid}"),
             (None, None, None) => return Err(Failure::Refused("evict what?".into())),
         };
-        let answer = self.ask.answer(&question)?;
-        let unreadable = |e| Failure::Refused(format!("the broker's answer is of another version ({e})"));
-        let report: EvictReport = serde_json::from_value(answer.clone()).map_err(unreadable)?;
+        let answer = self.ask.change(&question)?;
+        let report: EvictReport = report(&answer)?;
         if let Some(chain) = self.pinned.as_ref().filter(|_| report.unpinned.is_empty()) {
             return Err(Failure::Refused(format!("no pinned prefix has a name that begins with {chain}")));
         }
@@ -185,18 +187,27 @@ pub struct Drain {
 impl Drain {
     /// Says so to the broker, and prints how many still go on.
     pub fn run(&self, out: &mut impl Write) -> Result<(), Failure> {
-        let answer = self.ask.answer(if self.off { "drain off" } else { "drain" })?;
+        let answer = self.ask.change(if self.off { "drain off" } else { "drain" })?;
+        let Draining { draining, sessions } = report(&answer)?;
+        if draining == self.off {
+            return Err(foreign(&"it says the opposite of what was asked for"));
+        }
         if self.ask.is_json() {
             return print_json(out, &answer);
         }
-        match answer["draining"] == true {
-            true => {
-                writeln!(out, "draining: {} sessions go on; kvbctl drain --off ends it", answer["sessions"])?
-            }
+        match draining {
+            true => writeln!(out, "draining: {sessions} sessions go on; kvbctl drain --off ends it")?,
             false => writeln!(out, "not draining: new sessions are served")?,
         }
         Ok(())
     }
+}
+
+/// What comes of `drain`.
+#[derive(Deserialize)]
+struct Draining {
+    draining: bool,
+    sessions: u64,
 }
 
 /// How figures are written.
@@ -230,12 +241,12 @@ impl Metrics {
             parse(&text)?;
         }
         if !text.ends_with("# EOF\n") {
-            return Err(Failure::Refused("the broker's answer is cut off, or of another version".into()));
+            return Err(foreign(&"figures end with a line # EOF"));
         }
         if self.ask.is_json() {
             return print_json(out, &samples(&text));
         }
-        Ok(out.write_all(text.as_bytes())?)
+        Ok(text.lines().try_for_each(|line| writeln!(out, "{}", plain(line)))?)
     }
 }
 

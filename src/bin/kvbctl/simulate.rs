@@ -12,8 +12,8 @@ use kvbroker::simulate::{
 use kvbroker::size::Size;
 use serde::Serialize;
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Write};
-use std::path::PathBuf;
+use std::io::{self, BufReader, BufWriter, Write};
+use std::path::{Path, PathBuf};
 
 /// The options of `kvbctl simulate`.
 #[derive(Debug, clap::Args)]
@@ -122,9 +122,8 @@ impl Args {
         });
         let trace = self.trace(trace_block)?;
         if let Some(path) = &self.write {
-            let fail = |e| Failure::Refused(format!("{}: {e}", path.display()));
-            let mut file = BufWriter::new(File::create(path).map_err(fail)?);
-            return simulate::write(&trace, &mut file).and_then(|()| file.flush()).map_err(fail);
+            return write_trace(&trace, path)
+                .map_err(|e| Failure::Refused(format!("{}: {e}", path.display())));
         }
         let options = self.options(trace_block)?;
         let refused = |e: simulate::OptionsError| Failure::Refused(e.to_string());
@@ -195,6 +194,35 @@ impl Args {
             },
         })
     }
+}
+
+/// Writes a trace: a file is as it was, or has all of it. What is no file, such as a pipe, is written as it is.
+fn write_trace(trace: &[Request], path: &Path) -> io::Result<()> {
+    let write = |file: File| {
+        let mut file = BufWriter::new(file);
+        simulate::write(trace, &mut file)?;
+        file.into_inner().map_err(io::IntoInnerError::into_error)
+    };
+    let before = std::fs::metadata(path).ok();
+    if before.as_ref().is_some_and(|m| !m.is_file()) {
+        return write(File::options().write(true).open(path)?).map(|_| ());
+    }
+    // Where a link leads, if there is something: the link stays one.
+    let path = std::fs::canonicalize(path).unwrap_or_else(|_| path.into());
+    let mut beside = path.clone().into_os_string();
+    beside.push(format!(".{}.new", std::process::id()));
+    let beside = PathBuf::from(beside);
+    let file = File::options().write(true).create_new(true).open(&beside)?;
+    let done = write(file).and_then(|file| {
+        before.map_or(Ok(()), |m| file.set_permissions(m.permissions()))?;
+        file.sync_all()?;
+        std::fs::rename(&beside, &path)
+    });
+    if done.is_err() {
+        // It is of no use; what went wrong is said.
+        let _ = std::fs::remove_file(&beside);
+    }
+    done
 }
 
 fn table(options: &Options, outcome: &Outcome, lru: &Outcome, out: &mut impl Write) -> Result<(), Failure> {

@@ -8,6 +8,7 @@ use std::time::Duration;
 use kvbroker::broker::{StoreOutcome, StoreReport, StoredReport};
 use kvbroker::quote::plain;
 
+use super::answer::report;
 use super::live::{Ask, mib};
 use super::{Failure, print_json};
 
@@ -16,9 +17,8 @@ const PATIENCE: Duration = Duration::from_secs(120);
 
 /// Asks, waits until it is done, and prints what became of each prefix.
 pub fn run(ask: &Ask, what: &str, out: &mut impl Write) -> Result<(), Failure> {
-    let answer = ask.answer_within(what, PATIENCE)?;
-    let report: StoreReport = serde_json::from_value(answer.clone())
-        .map_err(|e| Failure::Refused(format!("the broker's answer is of another version ({e})")))?;
+    let answer = ask.change_within(what, PATIENCE)?;
+    let report: StoreReport = report(&answer)?;
     if ask.is_json() {
         print_json(out, &answer)?;
     } else {

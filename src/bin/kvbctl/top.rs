@@ -17,6 +17,7 @@ use nix::sys::termios::{
 };
 use serde::Deserialize;
 
+use super::answer::report;
 use super::live::{Ask, mib, table};
 use super::observe::print_tenants;
 use super::{Failure, print_json};
@@ -36,7 +37,9 @@ struct View {
 /// Live on a terminal; once where there is none, or in JSON.
 pub fn run(ask: &Ask, out: &mut impl Write) -> Result<(), Failure> {
     if ask.is_json() {
-        return print_json(out, &ask.answer("top")?);
+        let answer = ask.answer("top")?;
+        report::<View>(&answer)?;
+        return print_json(out, &answer);
     }
     // What is wrong at the start is said as ever, with its exit code.
     let first = frame(ask)?;
@@ -47,8 +50,7 @@ pub fn run(ask: &Ask, out: &mut impl Write) -> Result<(), Failure> {
 }
 
 fn frame(ask: &Ask) -> Result<String, Failure> {
-    let view: View = serde_json::from_value(ask.answer("top")?)
-        .map_err(|e| Failure::Refused(format!("the broker's answer is of another version ({e})")))?;
+    let view: View = report(&ask.answer("top")?)?;
     let mut text = Vec::new();
     draw(&view, &mut text)?;
     Ok(String::from_utf8_lossy(&text).into_owned())
@@ -90,7 +92,7 @@ fn draw(view: &View, out: &mut dyn Write) -> io::Result<()> {
     // Each boundary is rounded by itself: the bar is never longer than the pool.
     let (mut bar, mut end) = (String::new(), 0);
     for (name, letter) in parts {
-        end += account(name);
+        end = u64::saturating_add(end, account(name));
         let until = (end as f64 / all as f64 * BAR as f64).round() as usize;
         while bar.len() < until.min(BAR) {
             bar.push(letter);
@@ -121,7 +123,8 @@ fn draw(view: &View, out: &mut dyn Write) -> io::Result<()> {
 
 /// The largest first.
 fn print_sessions(sessions: &[SessionReport], out: &mut dyn Write) -> io::Result<()> {
-    let bytes = |s: &SessionReport| u64::from(s.blocks_private + s.blocks_shared) * s.block_bytes;
+    let blocks = |s: &SessionReport| u64::from(s.blocks_private) + u64::from(s.blocks_shared);
+    let bytes = |s: &SessionReport| s.block_bytes.saturating_mul(blocks(s));
     let mut sessions: Vec<&SessionReport> = sessions.iter().collect();
     sessions.sort_by_key(|s| (std::cmp::Reverse(bytes(s)), s.session));
     let names =

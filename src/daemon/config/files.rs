@@ -38,7 +38,7 @@ impl Origins {
 
     /// The file, for people.
     pub(super) fn of(&self, key: &str) -> String {
-        self.0.get(key).map_or_else(|| "command line or defaults".into(), |path| path.display().to_string())
+        self.0.get(key).map_or_else(|| "command line or defaults".into(), |path| name(path))
     }
 
     /// The refusal of a value.
@@ -56,6 +56,11 @@ impl Origins {
     pub(super) fn refuse(&self, key: &str, text: String) -> ConfigError {
         ConfigError::Value { origin: self.of(key), text: shown(&text, 1000) }
     }
+}
+
+/// A file's name as it may be shown: whoever may write a directory has chosen it.
+pub(super) fn name(path: &Path) -> String {
+    crate::quote::plain(&path.to_string_lossy())
 }
 
 /// A file of a configuration's size: a pipe is never waited for, and what has no end is not read to it.
@@ -76,25 +81,31 @@ pub(super) fn read_text(path: &Path) -> std::io::Result<String> {
 }
 
 /// The `*.toml` files of the directory `path` + `.d`, in the order of their names; none where there is no such directory.
-pub(super) fn drop_ins(path: &Path) -> Result<Vec<(PathBuf, String)>, ConfigError> {
+/// `real` says where a path is on this machine.
+pub(super) fn drop_ins(
+    path: &Path,
+    real: impl Fn(&Path) -> PathBuf,
+) -> Result<Vec<(PathBuf, String)>, ConfigError> {
     let mut directory = path.as_os_str().to_owned();
     directory.push(".d");
     let read = |path: PathBuf| move |source| ConfigError::Read { path, source };
     let directory = PathBuf::from(directory);
-    let entries = match std::fs::read_dir(&directory) {
+    let there = real(&directory);
+    let entries = match std::fs::read_dir(&there) {
         Ok(entries) => entries,
         Err(e) if e.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
-        Err(source) => return Err(ConfigError::Read { path: directory, source }),
+        Err(source) => return Err(ConfigError::Read { path: there, source }),
     };
     let mut paths = Vec::new();
     for entry in entries {
-        let path = entry.map_err(read(directory.clone()))?.path();
+        let path = directory.join(entry.map_err(read(there.clone()))?.file_name());
         if path.extension().is_some_and(|e| e == "toml") {
             paths.push(path);
         }
     }
     paths.sort();
-    paths.into_iter().map(|p| Ok((p.clone(), read_text(&p).map_err(read(p))?))).collect()
+    let text = |path: PathBuf| Ok((path.clone(), read_text(&path).map_err(read(path))?));
+    paths.iter().map(|path| text(real(path))).collect()
 }
 
 /// Lays a file over those before it: key by key, and tenant by tenant.

@@ -239,7 +239,10 @@ fn a_value_that_no_start_could_serve_is_refused_with_its_file_key_and_value() {
         ("[limits]\nsessions-per-connection = 0\n", "limits.sessions-per-connection = 0"),
         ("[limits]\ntenant = \"2M\"\n", "limits.tenant = 2M: a tenant owns whole extents, and one is 3M"),
         ("[[tenant]]\nuid = 7\nlimit = \"0B\"\n", "tenant = uid 7, limit 0B"),
-        ("[[tenant]]\nuid = 4294967295\nlimit = \"96M\"\n", "no user can have this uid"),
+        ("[[tenant]]\nuid = 4294967295\n", "no user can have this uid"),
+        ("[[tenant]]\nuid = 65534\nreserve = \"1M\"\n", "users that this namespace does not know"),
+        ("[limits]\nconnections = 4294967295\n", "limits.connections = 4294967295: no machine has room"),
+        ("[limits]\ntable-blocks = 9223372036854775807\n", "limits.table-blocks = 9223372036854775807: no"),
         ("[pool]\nextent = \"0B\"\n", "pool.extent = 0B: an extent of 0B is not a whole number"),
         // A reserve is whole extents of 3 MiB, a limit as well: one rounds up, the other down.
         (
