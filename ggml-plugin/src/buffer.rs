@@ -240,8 +240,8 @@ fn tell(id: u64, notice: &Notice) {
             Size::from_bytes(*bytes)
         )),
         Notice::WantedBack { needed, spill } => warn(&format!(
-            "a session of higher priority needs the memory of KV buffer {id}, and the broker takes it before long: this process ends then. With KVBROKER_SPILL={} it would go on in memory of its own ({} is set)",
-            Size::from_bytes(*needed),
+            "a session of higher priority needs the memory of KV buffer {id}, and the broker takes it before long: this process ends then. With KVBROKER_SPILL={}M it would go on in memory of its own ({} is set)",
+            needed.div_ceil(1 << 20),
             Size::from_bytes(*spill)
         )),
         Notice::Taken => {

@@ -156,10 +156,10 @@ impl Inner {
         let units = lease.units();
         let text = format!(
             "kvbroker: a session of higher priority needed this KV cache, and the broker has taken its {} units of {}: this process ends here.\n\
-             kvbroker: what helps: KVBROKER_SPILL={} to go on in memory of its own then, a higher priority for this user (kvbctl limits), a larger pool\n",
+             kvbroker: what helps: KVBROKER_SPILL={}M to go on in memory of its own then, a higher priority for this user (kvbctl limits), a larger pool\n",
             units.len(),
             Size::from_bytes(self.layout.block_bytes as u64),
-            Size::from_bytes(self.layout.block_bytes as u64 * self.layout.units as u64),
+            (self.layout.block_bytes as u64 * self.layout.units as u64).div_ceil(1 << 20),
         );
         self.region.set_message(&text);
         for unit in units {
