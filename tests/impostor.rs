@@ -144,7 +144,7 @@ fn serve(listener: &OwnedFd, twist: Twist) {
         }
         let mut w = Writer::start(answer.opcode, answer.fault, answer.sequence, header.session.get());
         match verb {
-            _ if answer.bytes.is_some() => _ = w.put(&answer.bytes.as_deref().unwrap()[..]),
+            _ if answer.bytes.is_some() => _ = w.put(answer.bytes.as_deref().unwrap()),
             Verb::Hello => _ = w.put(&answer.welcome),
             Verb::Profile => _ = w.put(&answer.format),
             Verb::Open | Verb::Fork => _ = w.put(&wire::Opened { session: answer.session.into() }),
@@ -239,7 +239,8 @@ fn a_broker_that_says_what_one_says_is_believed() {
 
 #[test]
 fn an_answer_to_hello_that_describes_no_pool_ends_the_attempt_and_says_who_answered() {
-    let twists: [(&str, Twist); 9] = [
+    let twists: [(&str, Twist); 10] = [
+        ("version is 2", |_, a| a.welcome.version = 2.into()),
         ("extent_bytes is 0", |_, a| a.welcome.extent_bytes = 0.into()),
         ("extent_bytes is 5000", |_, a| a.welcome.extent_bytes = 5000.into()),
         ("extents is 16", |_, a| a.welcome.extent_bytes = (1 << 63).into()),

@@ -128,3 +128,34 @@ impl Error {
         }
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn text(code: i32) -> String {
+        let source = io::Error::from_raw_os_error(code);
+        Error::NotReachable { path: "/run/x".into(), source }.to_string()
+    }
+
+    #[test]
+    fn a_limit_of_this_process_is_named_and_not_called_a_missing_broker() {
+        assert!(
+            text(libc::ENOENT).starts_with("no broker at /run/x") && text(libc::ENOENT).contains("start")
+        );
+        assert!(text(libc::EACCES).contains("kvbroker-clients"));
+        let full = text(libc::EMFILE);
+        assert!(full.contains("RLIMIT_NOFILE") && !full.contains("no broker"), "{full}");
+        let map =
+            |code| Error::Map { what: "it".into(), source: io::Error::from_raw_os_error(code) }.to_string();
+        assert!(map(libc::EMFILE).contains("RLIMIT_NOFILE"));
+        assert!(map(libc::ENOMEM).contains("vm.max_map_count") && map(libc::ENOMEM).contains("RLIMIT_AS"));
+        assert_eq!(map(libc::EINVAL), format!("mapping it: {}", io::Error::from_raw_os_error(libc::EINVAL)));
+    }
+
+    #[test]
+    fn what_is_lost_is_called_as_its_code_and_not_as_a_session_that_was_ended() {
+        let lost = Error::Lost("why".into()).to_string();
+        assert!(lost.starts_with("lost: ") && lost.contains("why"), "{lost}");
+    }
+}

@@ -44,6 +44,7 @@ mod trust;
 mod view;
 
 use std::collections::{BTreeSet, HashMap};
+use std::ffi::OsString;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -254,9 +255,7 @@ impl Client {
                 Err(Error::Invalid(text))
             }
             _ => {
-                // Empty is unset, as for the other one.
-                let path = std::env::var_os("KVBROKER_SOCKET").filter(|path| !path.is_empty());
-                let path = path.map_or_else(|| DEFAULT_SOCKET.into(), PathBuf::from);
+                let path = usual_socket(std::env::var_os("KVBROKER_SOCKET"));
                 Client::connect_to(&path, options)
             }
         }
@@ -453,6 +452,11 @@ impl ClientProfile {
     pub fn release_credit(&self) -> Result<(), Error> {
         self.client.release_surplus(&self.format, 0, None)
     }
+}
+
+/// Where the broker is, by `KVBROKER_SOCKET`: empty is unset, as for `KVBROKER_BACKEND`.
+fn usual_socket(named: Option<OsString>) -> PathBuf {
+    named.filter(|path| !path.is_empty()).map_or_else(|| DEFAULT_SOCKET.into(), PathBuf::from)
 }
 
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
@@ -795,6 +799,13 @@ impl ParsedGrant {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_empty_name_of_the_socket_is_none() {
+        assert_eq!(usual_socket(None), Path::new(DEFAULT_SOCKET));
+        assert_eq!(usual_socket(Some("".into())), Path::new(DEFAULT_SOCKET));
+        assert_eq!(usual_socket(Some("/run/x".into())), Path::new("/run/x"));
+    }
 
     /// Fails to compile, not to run.
     #[test]

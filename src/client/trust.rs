@@ -36,6 +36,8 @@ const MOST_BYTES: u64 = 1 << (32 + PAGE_SHIFT);
 const MOST_SLOTS: u64 = 1 << 25;
 /// Events that a broker may send in a second. It has one to tell of each extent, and few of each session.
 const MOST_EVENTS: u32 = 1 << 16;
+/// Bytes of an event beyond which it counts as several: none has so many.
+const LONG_EVENT: usize = 256;
 /// Requests that may be without an answer.
 const MOST_ASKED: usize = 1 << 16;
 /// Characters that are shown of what the broker says for people.
@@ -217,7 +219,7 @@ impl Gate {
         if self.second.elapsed() >= Duration::from_secs(1) {
             (self.events, self.second) = (0, Instant::now());
         }
-        self.events += 1;
+        self.events = self.events.saturating_add(1 + (message.body.len() / LONG_EVENT) as u32);
         if self.events > MOST_EVENTS {
             return Err(format!("more than {MOST_EVENTS} events in a second"));
         }
@@ -450,6 +452,10 @@ fn check_extents(
 
 impl Pool {
     fn described(welcome: &wire::Welcome) -> Result<Self, String> {
+        let version = welcome.version.get();
+        if version != wire::VERSION {
+            return Err(format!("version is {version}, and {} was asked for", wire::VERSION));
+        }
         let (page, theirs) = (page_bytes() as u64, welcome.page_bytes.get());
         if u64::from(theirs) != page {
             return Err(format!("page_bytes is {theirs}, and a page here has {page}"));
@@ -620,6 +626,13 @@ mod tests {
         let most = MOST_ASKED as u64;
         assert!((1..=most).all(|n| gate.asks(Verb::Query, n, 0, &[]).is_ok()));
         assert!(gate.asks(Verb::Query, most + 1, 0, &[]).is_err());
+    }
+
+    #[test]
+    fn long_events_count_as_several() {
+        let mut gate = Gate::new();
+        let long = event(99, &[0; 60_000]);
+        assert!((0..1000).any(|_| gate.check(&long).is_err()));
     }
 
     #[test]
