@@ -27,6 +27,11 @@
  *   const char * are static. Strings are UTF-8 with a zero byte at the end; labels of more than 32 bytes are cut.
  *   Buffers that are passed in are the caller's own memory: never an address inside the pool (kvb_row, kvb_view).
  *
+ * THE BROKER
+ *   It is trusted with what memory holds, not with the shape of its messages: a broken answer is KVB_ERR_PROTOCOL, and the
+ *   connection is over then (KVB_ERR_LOST). Only a broker that cuts memory short after it has handed it over, where the kind
+ *   of memory has no seals against that, ends the program that touches it (SIGBUS).
+ *
  * STRUCTURES WITH A SIZE
  *   Set `size` to sizeof the structure and the rest to zero (KVB_INIT does both), then the fields that matter: zero
  *   always means the default. A program built against an older header than the library works unchanged: fields that it
@@ -84,10 +89,10 @@ KVB_API const char *kvb_version(void);
 enum {
     KVB_OK = 0,
     KVB_ERR_INVALID = -1,           /* the caller's mistake: NULL, out of range, not in this order */
-    KVB_ERR_NOT_REACHABLE = -2,     /* nobody listens at the socket (os_error) */
-    KVB_ERR_LOST = -3,              /* the broker has gone: what sessions hold stays readable and writable, nothing grows */
+    KVB_ERR_NOT_REACHABLE = -2,     /* nobody listens at the socket, or takes connections there in time (os_error) */
+    KVB_ERR_LOST = -3,              /* the connection is over: what sessions hold stays readable and writable, nothing grows */
     KVB_ERR_TIMEOUT = -4,           /* no answer in time; blocks that come late become credit */
-    KVB_ERR_PROTOCOL = -5,          /* the broker's answer makes no sense */
+    KVB_ERR_PROTOCOL = -5,          /* the broker's answer makes no sense, or what answers is no broker: nothing of it is used */
     KVB_ERR_MAP = -6,               /* the kernel would not map memory (os_error) */
     KVB_ERR_TOO_MANY_MAPPINGS = -7, /* a view needs `needed` mappings, `available` are left (vm.max_map_count) */
     KVB_ERR_FORKED = -8,            /* the handle is the parent process's */
@@ -145,11 +150,12 @@ typedef struct kvb_client_options {
                               next block there already; KVB_NO_CREDIT_AHEAD for none */
 } kvb_client_options;
 
-/* Connects to the broker at `socket`. With NULL: at KVBROKER_SOCKET if it is set, else /run/kvbroker/kvbroker.sock; and
- * with KVBROKER_BACKEND=embedded in the environment a pool of this process's own instead, of the default sizes.
+/* Connects to the broker at `socket`. With NULL: at KVBROKER_SOCKET if it is set and not empty, else at
+ * /run/kvbroker/kvbroker.sock; and with KVBROKER_BACKEND=embedded in the environment a pool of this process's own instead, of the default sizes.
  * `options` may be NULL. The environment is read during the call: no other thread may change it meanwhile.
  * Errors: NOT_REACHABLE, INVALID, TIMEOUT, BAD_REQUEST (another protocol version; a uid that can be no tenant),
- * OVER_LIMIT (as many connections as there may be, of this uid or in all), LOST, MAP. */
+ * OVER_LIMIT (as many connections as there may be, of this uid or in all), PROTOCOL (what answers there is no broker of
+ * this version), MAP. */
 KVB_API KVB_MUST_CHECK int kvb_connect(const char *socket, const kvb_client_options *options, kvb_client **out);
 
 typedef struct kvb_embedded_options {

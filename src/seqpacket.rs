@@ -9,6 +9,11 @@
 use std::io;
 use std::mem::MaybeUninit;
 use std::os::fd::{AsFd, AsRawFd, BorrowedFd, FromRawFd, OwnedFd, RawFd};
+use std::path::Path;
+use std::time::{Duration, Instant};
+
+use nix::errno::Errno;
+use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, socket};
 
 use crate::wire::MAX_FDS;
 
@@ -154,6 +159,36 @@ impl SeqPacket {
     }
 }
 
+/// How often a socket whose queue of connections is full is tried anew.
+const TRY_AGAIN: Duration = Duration::from_millis(10);
+
+/// Connects to the Unix socket at `path`, and waits at most so long for its listener to have room. The socket that is
+/// connected does not block.
+pub fn connect(path: &Path, kind: SockType, timeout: Duration) -> io::Result<OwnedFd> {
+    let start = Instant::now();
+    // Else connect(2) waits for ever for a listener that takes nobody in.
+    let flags = SockFlag::SOCK_CLOEXEC | SockFlag::SOCK_NONBLOCK;
+    let address = UnixAddr::new(path)?;
+    let fd = socket(AddressFamily::Unix, kind, flags, None)?;
+    loop {
+        match nix::sys::socket::connect(fd.as_raw_fd(), &address) {
+            Ok(()) => return Ok(fd),
+            Err(Errno::EINTR) => {}
+            // A full queue: nothing tells when it is no longer, so it is tried.
+            Err(Errno::EAGAIN) => {
+                let left = timeout.saturating_sub(start.elapsed());
+                if left.is_zero() {
+                    let text =
+                        format!("it has taken no connection within {timeout:?}, and its queue is full");
+                    return Err(io::Error::new(io::ErrorKind::TimedOut, text));
+                }
+                std::thread::sleep(left.min(TRY_AGAIN));
+            }
+            Err(e) => return Err(e.into()),
+        }
+    }
+}
+
 /// Takes ownership of every descriptor in the control data.
 fn collect(header: &libc::msghdr) -> Vec<OwnedFd> {
     let mut fds = Vec::new();
@@ -179,7 +214,7 @@ fn collect(header: &libc::msghdr) -> Vec<OwnedFd> {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use nix::sys::socket::{AddressFamily, SockFlag, SockType, socketpair};
+    use nix::sys::socket::{Backlog, bind, listen, socketpair};
 
     fn pair() -> (SeqPacket, SeqPacket) {
         let (a, b) =
@@ -218,6 +253,30 @@ mod tests {
         drop(a);
         assert_eq!(b.recv(&mut buffer).unwrap().bytes, 0);
         assert_eq!(b.send(b"x", &[]).unwrap_err().kind(), io::ErrorKind::BrokenPipe);
+    }
+
+    #[test]
+    fn a_listener_that_takes_nobody_in_is_waited_for_no_longer_than_asked() {
+        let place = tempfile::tempdir().unwrap();
+        for (name, kind) in [("packets", SockType::SeqPacket), ("stream", SockType::Stream)] {
+            let path = place.path().join(name);
+            let listener = socket(AddressFamily::Unix, kind, SockFlag::SOCK_CLOEXEC, None).unwrap();
+            bind(listener.as_raw_fd(), &UnixAddr::new(&path).unwrap()).unwrap();
+            listen(&listener, Backlog::new(0).unwrap()).unwrap();
+            let mut waiting = Vec::new();
+            let full = loop {
+                match connect(&path, kind, Duration::ZERO) {
+                    Ok(fd) => waiting.push(fd),
+                    Err(e) => break e,
+                }
+            };
+            assert_eq!(full.kind(), io::ErrorKind::TimedOut);
+            let late = connect(&path, kind, Duration::from_millis(30)).unwrap_err();
+            assert!(late.to_string().contains("within 30ms"), "{late}");
+            // One place is enough.
+            drop(nix::sys::socket::accept(&listener).unwrap());
+            connect(&path, kind, Duration::from_secs(5)).unwrap();
+        }
     }
 
     #[test]

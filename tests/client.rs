@@ -795,3 +795,82 @@ fn an_extent_that_nobody_has_used_for_a_while_goes_back_to_the_pool() {
     holds(&session, 0..100, 1);
     broker.with(|b| b.verify()).unwrap();
 }
+
+/// Takes all mappings that this process may still make, and gives them back when it is dropped.
+struct Mappings {
+    at: *mut u8,
+    bytes: usize,
+}
+
+impl Mappings {
+    fn all() -> Self {
+        const PAGES: usize = 1 << 20;
+        let bytes = PAGES * kvbroker::map::page_bytes();
+        // SAFETY: a new range that nobody else knows of; nothing in it is touched.
+        let at = unsafe {
+            let flags = libc::MAP_PRIVATE | libc::MAP_ANONYMOUS | libc::MAP_NORESERVE;
+            libc::mmap(std::ptr::null_mut(), bytes, libc::PROT_NONE, flags, -1, 0)
+        };
+        assert_ne!(at, libc::MAP_FAILED);
+        let taken = Mappings { at: at.cast(), bytes };
+        let refused = (0..PAGES).step_by(2).any(|page| {
+            let at = taken.at.wrapping_add(page * kvbroker::map::page_bytes());
+            // SAFETY: inside the range; each second page is a mapping of its own then.
+            unsafe { libc::mprotect(at.cast(), kvbroker::map::page_bytes(), libc::PROT_READ) != 0 }
+        });
+        assert!(refused, "vm.max_map_count is larger than this test thinks");
+        taken
+    }
+}
+
+impl Drop for Mappings {
+    fn drop(&mut self) {
+        // SAFETY: the range is this value's.
+        unsafe { libc::munmap(self.at.cast(), self.bytes) };
+    }
+}
+
+#[test]
+fn a_seal_and_a_fork_for_which_mappings_run_out_have_changed_nothing() {
+    const NAME: &str = "a_seal_and_a_fork_for_which_mappings_run_out_have_changed_nothing";
+    const ALONE: &str = "KVBROKER_TEST_ALONE";
+    if std::env::var_os(ALONE).is_none() {
+        // In a process of its own: what runs beside it needs mappings too.
+        let mut test = std::process::Command::new(std::env::current_exe().unwrap());
+        let ran = test.args(["--exact", NAME, "--nocapture"]).env(ALONE, "1").output().unwrap();
+        assert!(ran.status.success(), "{}", String::from_utf8_lossy(&ran.stderr));
+        return;
+    }
+    let broker = broker(4);
+    let c = client(&broker, 1000);
+    // One plane, which is all of a block: blocks side by side are one mapping of the view, until one is protected.
+    let profile = c.profile(&Profile::uniform("latent", "f16", 1, 256, 0, 16).unwrap()).unwrap();
+    let open = || c.open(&profile, OpenOptions { model: "m".into(), ..OpenOptions::default() }).unwrap();
+    let mut s = open();
+    s.plane(0, Kv::K, 1024, None).unwrap();
+    s.ensure(320).unwrap();
+    let ids: Vec<u32> = (0..320).collect();
+    let write = |s: &mut Session, tokens: std::ops::Range<usize>| {
+        tokens.for_each(|token| s.write_row(token, 0, Kv::K, &[token as u8; 256]).unwrap());
+    };
+    write(&mut s, 0..320);
+    let all = Mappings::all();
+    let (sealed, forked) = (s.seal(&ids[..160]), s.fork());
+    drop(all);
+    for error in [sealed.unwrap_err(), forked.map(drop).unwrap_err()] {
+        assert!(matches!(error, Error::Map { .. }), "{error}");
+        assert!(error.to_string().contains("vm.max_map_count"), "{error}");
+    }
+    assert_eq!(s.stats().blocks_shared, 0);
+    write(&mut s, 0..320);
+    let sessions = || broker.with(|b| b.sessions().len());
+    assert_eq!(sessions(), 1);
+    // And both can be done later.
+    assert_eq!(s.seal(&ids[..160]).unwrap(), 160);
+    assert_eq!(s.seal(&ids).unwrap(), 320);
+    let mut twin = s.fork().unwrap();
+    assert_eq!((sessions(), twin.stats().blocks_shared), (2, 20));
+    twin.ensure(321).unwrap();
+    drop(twin);
+    assert_eq!(open().attach(&ids).unwrap(), 319);
+}

@@ -220,6 +220,20 @@ fn a_length_that_never_fits_counts_all_groups() {
 }
 
 #[test]
+fn the_longest_length_that_can_be_said_never_fits_whatever_the_groups() {
+    let c = client(&broker(6), 0);
+    let one = Profile::uniform("one", "f16", 2, 256, 256, 16).unwrap();
+    for profile in [one, profile()] {
+        let profile = c.grouped_profile(&profile).unwrap();
+        for tokens in [u64::MAX, u64::MAX - 1, 1 << 60] {
+            let options = OpenOptions { max_tokens: Some(tokens), ..OpenOptions::default() };
+            let refused = c.open_grouped(&profile, options).unwrap_err();
+            assert_eq!(refused.fault(), Some(Fault::NeverFits), "{tokens}: {refused}");
+        }
+    }
+}
+
+#[test]
 fn a_prefix_is_found_where_every_group_has_what_is_read_after_it() {
     let broker = broker(40);
     let c = client(&broker, 0);

@@ -95,7 +95,7 @@ impl From<Error> for Failure {
             }
             Error::Lost(_) => (Code::Lost, 0, 0, 0),
             Error::Timeout(_) => (Code::Timeout, 0, 0, 0),
-            Error::Protocol(_) => (Code::Protocol, 0, 0, 0),
+            Error::Protocol(_) | Error::Stranger { .. } => (Code::Protocol, 0, 0, 0),
             Error::Invalid(_) => (Code::Invalid, 0, 0, 0),
             Error::Map { source, .. } => (Code::Map, os(source), 0, 0),
             Error::TooManyMappings { needed, used, limit } => {

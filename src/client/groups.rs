@@ -74,8 +74,9 @@ impl Client {
         }
         let open = |(n, group): (usize, &ClientProfile)| {
             let per_block = u64::from(profile.profile.tokens_per_block());
-            let max_tokens =
-                options.max_tokens.map(|t| t.min(profile.profile.group_blocks_at(n, t) * per_block));
+            let max_tokens = options
+                .max_tokens
+                .map(|t| t.min(profile.profile.group_blocks_at(n, t).saturating_mul(per_block)));
             let label = match profile.window(n) {
                 Some(window) if profile.groups.len() > 1 => format!("{} (last {window})", options.label),
                 _ => options.label.clone(),

@@ -2,8 +2,9 @@
 //!
 //! Owns the connection and the numbering of requests. Invariants: every reply is matched to its request by number; a
 //! reply that comes after its caller has given up, or that answers a request nobody waits for, is kept and handed to
-//! the client with the next call, so no grant is ever lost; after the connection has failed once, everything fails. The
-//! tests at the end speak for the broker.
+//! the client with the next call, so no grant is ever lost; after the connection has failed once, everything fails; what
+//! the broker says passes the gate ([`super::trust`]) before anybody hears of it, and what is put aside is bounded. The tests
+//! at the end speak for the broker.
 
 use std::collections::{BTreeMap, BTreeSet, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
@@ -12,14 +13,18 @@ use std::sync::{Arc, Mutex, MutexGuard};
 use std::time::{Duration, Instant};
 
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
-use nix::sys::socket::{AddressFamily, SockFlag, SockType, UnixAddr, connect, socket};
+use nix::sys::socket::SockType;
 
+use super::trust::{self, Gate};
 use super::{Error, Granted};
 use crate::broker::{Broker, Peer};
 use crate::heap::Heap;
 use crate::id::ClientId;
-use crate::seqpacket::{Received, SeqPacket};
+use crate::seqpacket::{self, Received, SeqPacket};
 use crate::wire::{self, Event, Fault, Header, MAX_MESSAGE, Reader, Verb, Writer};
+
+/// Messages that may be aside at a time, and their bytes.
+const MOST_ASIDE: (usize, usize) = (1 << 16, 16 << 20);
 
 /// A message from the broker, with what came with it.
 #[derive(Debug)]
@@ -65,7 +70,7 @@ impl Message {
             let fault =
                 Fault::from_code(self.fault).ok_or_else(|| protocol(format!("fault {}", self.fault)))?;
             let (needed, available) = (refusal.needed.get(), refusal.available.get());
-            return Err(Error::Refused { fault, needed, available, text: r.text() });
+            return Err(Error::Refused { fault, needed, available, text: trust::words(&r.text()) });
         }
         let verb = Verb::from_code(self.opcode & !wire::REPLY).filter(|_| self.opcode & wire::REPLY != 0);
         verb.ok_or_else(|| protocol(format!("opcode {:#x}", self.opcode)))
@@ -149,6 +154,9 @@ pub(super) struct Link {
     way: Way,
     sequence: u64,
     lost: Option<String>,
+    gate: Gate,
+    /// Bytes of what is aside, or more.
+    aside_bytes: usize,
     /// What has come and has not been taken in by the client: events and replies, in their order.
     pub aside: VecDeque<Message>,
     /// Requests for whose replies threads wait.
@@ -160,21 +168,20 @@ pub(super) struct Link {
 impl Link {
     fn new(way: Way) -> Self {
         let (awaited, answers) = (BTreeSet::new(), BTreeMap::new());
-        Link { way, sequence: 0, lost: None, aside: VecDeque::new(), awaited, answers }
+        Link { way, sequence: 0, lost: None, gate: Gate::new(), aside_bytes: 0, aside: VecDeque::new(), awaited, answers }
     }
 
     /// Connects to the broker at `path`.
-    pub fn connect(path: &Path) -> Result<Self, Error> {
-        let not_reachable =
-            |e: nix::Error| Error::NotReachable { path: PathBuf::from(path), source: e.into() };
-        let fd = socket(AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_CLOEXEC, None);
-        let fd = fd.map_err(not_reachable)?;
-        let address = UnixAddr::new(path).map_err(not_reachable)?;
-        connect(std::os::fd::AsRawFd::as_raw_fd(&fd), &address).map_err(not_reachable)?;
-        let flags = nix::fcntl::OFlag::O_NONBLOCK;
-        nix::fcntl::fcntl(&fd, nix::fcntl::FcntlArg::F_SETFL(flags)).map_err(not_reachable)?;
+    pub fn connect(path: &Path, timeout: Duration) -> Result<Self, Error> {
+        if path.as_os_str().is_empty() {
+            return Err(Error::Invalid(
+                "the path of the broker's socket is empty: name one, or none at all".into(),
+            ));
+        }
+        let socket = seqpacket::connect(path, SockType::SeqPacket, timeout)
+            .map_err(|source| Error::NotReachable { path: PathBuf::from(path), source })?;
         let buffer = vec![0; MAX_MESSAGE].into_boxed_slice();
-        Ok(Link::new(Way::Socket { socket: fd.into(), buffer }))
+        Ok(Link::new(Way::Socket { socket: socket.into(), buffer }))
     }
 
     /// The socket, to wait on for events.
@@ -332,11 +339,30 @@ impl Link {
                 }
             }
         }
-        Ok(self.sequence)
+        let body = &message[size_of::<Header>()..];
+        match self.gate.asks(verb, self.sequence, session, body) {
+            Ok(()) => Ok(self.sequence),
+            Err(why) => Err(self.broken(why)),
+        }
     }
 
-    /// The next message that is there already, or that comes within `timeout`.
+    /// The next message for the client that is there already, or that comes within `timeout`.
     fn receive(&mut self, timeout: Duration) -> Result<Option<Message>, Error> {
+        let deadline = Instant::now() + timeout;
+        loop {
+            let left = deadline.saturating_duration_since(Instant::now());
+            let Some(message) = self.next(left)? else { return Ok(None) };
+            match self.gate.check(&message) {
+                Ok(true) => return self.bounded(message).map(Some),
+                Ok(false) if !timeout.is_zero() && left.is_zero() => return Ok(None),
+                Ok(false) => {}
+                Err(why) => return Err(self.broken(why)),
+            }
+        }
+    }
+
+    /// The next message, as it comes.
+    fn next(&mut self, timeout: Duration) -> Result<Option<Message>, Error> {
         let received = match &mut self.way {
             Way::Inside { broker, id } => return Ok(receive_inside(broker, *id, timeout)),
             Way::Socket { socket, buffer } => {
@@ -347,15 +373,42 @@ impl Link {
                     }
                     received = read_to_the_end(socket, buffer);
                 }
-                received.map(|r| Message::parse(&buffer[..r.bytes], r.fds, r.fds_lost))
+                let parse = |r: Received| match r.bytes {
+                    0 => None,
+                    bytes => Some(Message::parse(&buffer[..bytes], r.fds, r.fds_lost)),
+                };
+                received.map(parse)
             }
         };
         match received {
-            Ok(Ok(message)) => Ok(Some(message)),
-            Ok(Err(_)) => Err(self.lose("it has closed the connection".into())),
+            Ok(Some(Ok(message))) => Ok(Some(message)),
+            Ok(None) => Err(self.lose("it has closed the connection".into())),
+            Ok(Some(Err(Error::Protocol(why)))) => Err(self.broken(why)),
+            Ok(Some(Err(e))) => Err(e),
             Err(e) if e.kind() == std::io::ErrorKind::WouldBlock => Ok(None),
+            Err(e) if e.kind() == std::io::ErrorKind::InvalidData => Err(self.broken(e.to_string())),
             Err(e) => Err(self.lose(e.to_string())),
         }
+    }
+
+    /// A message, if there is room for it among those that wait to be taken in.
+    fn bounded(&mut self, message: Message) -> Result<Message, Error> {
+        if self.aside.is_empty() {
+            self.aside_bytes = 0;
+        }
+        self.aside_bytes += message.body.len() + size_of::<Message>();
+        let (most, most_bytes) = MOST_ASIDE;
+        if self.aside.len() >= most || self.aside_bytes > most_bytes {
+            let (some, bytes) = (self.aside.len(), self.aside_bytes);
+            return Err(self.broken(format!("{some} messages of {bytes} bytes wait to be taken in")));
+        }
+        Ok(message)
+    }
+
+    /// Nothing that comes from this broker can be relied on any more.
+    pub fn broken(&mut self, why: String) -> Error {
+        self.lost = Some(format!("its answer makes no sense: {why}"));
+        Error::Protocol(why)
     }
 
     /// Takes in, without waiting, whatever has come.
@@ -427,6 +480,8 @@ fn wait(socket: &SeqPacket, flags: PollFlags, timeout: Duration) -> bool {
 
 #[cfg(test)]
 mod tests {
+    use nix::sys::socket::{AddressFamily, SockFlag};
+
     use super::*;
 
     const SOON: Duration = Duration::from_secs(5);
@@ -436,7 +491,10 @@ mod tests {
         let kind = (AddressFamily::Unix, SockType::SeqPacket, SockFlag::SOCK_NONBLOCK);
         let (ours, theirs) = nix::sys::socket::socketpair(kind.0, kind.1, None, kind.2).unwrap();
         let buffer = vec![0; MAX_MESSAGE].into_boxed_slice();
-        (Link::new(Way::Socket { socket: ours.into(), buffer }), theirs.into())
+        let mut link = Link::new(Way::Socket { socket: ours.into(), buffer });
+        // What is behind it is the matter here.
+        link.gate = Gate::open();
+        (link, theirs.into())
     }
 
     /// The broker answers request `sequence`, whether it has come already or not.

@@ -5,6 +5,10 @@
 //! while credit lasts; a refusal comes before anything has been written; what a session holds stays readable and
 //! writable whatever becomes of the broker.
 //!
+//! The broker is trusted with what memory holds, not with the shape of its messages: a broken answer is
+//! [`Error::Protocol`], and ends the connection. Only memory that it cuts short after it has handed it over, where the kind of
+//! memory has no seals against that, ends the process that touches it.
+//!
 //! ```no_run
 //! use kvbroker::client::{Client, OpenOptions};
 //! use kvbroker::profile::{Kv, Profile};
@@ -36,9 +40,11 @@ mod pager;
 mod session;
 mod staging;
 mod sync;
+mod trust;
 mod view;
 
 use std::collections::{BTreeSet, HashMap, HashSet};
+use std::ffi::OsString;
 use std::os::fd::{AsRawFd, RawFd};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
@@ -255,15 +261,21 @@ impl Client {
                 Err(Error::Invalid(text))
             }
             _ => {
-                let path = std::env::var_os("KVBROKER_SOCKET").map(PathBuf::from);
-                Client::connect_to(&path.unwrap_or_else(|| DEFAULT_SOCKET.into()), options)
+                let path = usual_socket(std::env::var_os("KVBROKER_SOCKET"));
+                Client::connect_to(&path, options)
             }
         }
     }
 
     /// Connects to the broker at `socket`.
     pub fn connect_to(socket: &Path, options: ClientOptions) -> Result<Self, Error> {
-        Client::start(Link::connect(socket)?, options)
+        let path = || PathBuf::from(socket);
+        let link = Link::connect(socket, options.timeout)?;
+        Client::start(link, options).map_err(|e| match e {
+            Error::Protocol(why) => Error::Stranger { path: path(), why },
+            Error::Lost(why) => Error::NotReachable { path: path(), source: std::io::Error::other(why) },
+            other => other,
+        })
     }
 
     /// A pool of this process's own, over memfd.
@@ -451,6 +463,11 @@ impl ClientProfile {
     }
 }
 
+/// Where the broker is, by `KVBROKER_SOCKET`: empty is unset, as for `KVBROKER_BACKEND`.
+fn usual_socket(named: Option<OsString>) -> PathBuf {
+    named.filter(|path| !path.is_empty()).map_or_else(|| DEFAULT_SOCKET.into(), PathBuf::from)
+}
+
 fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(|poisoned| poisoned.into_inner())
 }
@@ -500,6 +517,11 @@ impl Shared {
         link.drain();
         self.take_in(&mut link)?;
         link.lost().map_or(Ok(()), Err)
+    }
+
+    /// What the broker has said makes no sense to a session: nothing that comes from it can be relied on any more.
+    fn broken(&self, why: String) -> Error {
+        lock(&self.link).broken(why)
     }
 
     /// Whether the broker has ended a session.
@@ -895,6 +917,13 @@ impl ParsedGrant {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_empty_name_of_the_socket_is_none() {
+        assert_eq!(usual_socket(None), Path::new(DEFAULT_SOCKET));
+        assert_eq!(usual_socket(Some("".into())), Path::new(DEFAULT_SOCKET));
+        assert_eq!(usual_socket(Some("/run/x".into())), Path::new("/run/x"));
+    }
 
     /// Fails to compile, not to run.
     #[test]

@@ -16,6 +16,7 @@ use std::sync::atomic::Ordering;
 pub use window::{Batch, StagingStats, Window, WindowOptions, WindowPlace};
 
 use super::credit::Spare;
+use super::trust;
 use super::view::View;
 use super::{Error, Format, ParsedGrant, PlaneView, Shared, read_one};
 use crate::attention::{PAGE_SHIFT, Paged};
@@ -663,16 +664,15 @@ impl Session {
     /// have, gets a copy of the block that it writes in. Refused (`busy`) while a device that is not coherent imports blocks
     /// of it by a window of the kind run, and they are not sealed.
     pub fn fork(&mut self) -> Result<Session, Error> {
+        let head = self.head;
+        let protected = self.protect(head..self.entries.len())?;
         let reply = self.call(Verb::Fork, |w, report, blocks| {
             w.put(&report);
             w.put_blocks(blocks.iter().copied());
-        })?;
-        let opened: wire::Opened = read_one(&reply)?;
-        let head = self.head;
-        self.entries[head..].iter_mut().for_each(|e| e.shared = true);
-        for index in head..self.entries.len() {
-            self.show(index)?;
-        }
+        });
+        // Without an answer there may be a twin at the broker: nobody here uses it.
+        let opened = reply.and_then(|reply| read_one::<wire::Opened>(&reply));
+        let opened = opened.inspect_err(|_| self.unprotect(&protected))?;
         let mut twin =
             Session::new(self.client.clone(), self.format.clone(), opened.session.get(), self.zero);
         twin.tokens = self.tokens;
@@ -702,6 +702,8 @@ impl Session {
             }
             self.name_dropped(ids)?;
         }
+        // First here, where it may fail for want of mappings: what the broker has published must not be written any more.
+        let protected = self.protect(self.sealed.min(end)..end)?;
         while self.sealed < end {
             let from = self.sealed;
             let to = end.min(from + (MAX_TOKENS >> shift).max(1));
@@ -711,12 +713,13 @@ impl Session {
                 w.put(&wire::Seal { report, from: from.into(), count: count.into() });
                 w.put_tokens(tokens).put_blocks(blocks.iter().copied());
             });
-            // Without an answer they may be published: then they must not be written here either.
-            if matches!(sealed, Ok(_) | Err(Error::Lost(_) | Error::Timeout(_))) {
-                self.entries[from..to].iter_mut().for_each(|e| e.shared = true);
-                (from..to).try_for_each(|index| self.show(index))?;
+            if let Err(e) = sealed {
+                // Without an answer these may be published: then they must not be written here either.
+                let doubtful = matches!(e, Error::Lost(_) | Error::Timeout(_) | Error::Protocol(_));
+                let open = if doubtful { to } else { from };
+                self.unprotect(&protected[protected.partition_point(|index| *index < open)..]);
+                return Err(e);
             }
-            sealed?;
             self.sealed = to;
         }
         Ok(self.sealed << shift)
@@ -744,7 +747,11 @@ impl Session {
                 w.put(&wire::Attach { count: (some.len() as u32).into(), more: u32::from(more).into() });
                 w.put_tokens(some);
             })?;
-            let extents = ParsedGrant::parse(&reply)?.extents;
+            let grant = ParsedGrant::parse(&reply)?;
+            let all = self.entries.len() + grant.blocks.len();
+            trust::attached(grant.tokens, all, self.shift(), ids.len())
+                .map_err(|why| self.client.broken(why))?;
+            let extents = grant.extents;
             let before = self.entries.len();
             let taken = reply.granted().and_then(|(tokens, blocks)| {
                 blocks.iter().try_for_each(|(spare, _)| self.push(*spare, true))?;
@@ -839,6 +846,33 @@ impl Session {
         let Entry { block, shared, .. } = self.entries[index];
         let offset = block.place.slot as usize * self.format.slot_bytes;
         self.views[view].show(&self.client.arena, block.place.extent, offset, index, !shared)
+    }
+
+    /// Makes private blocks shared, in the table and in all views, or none of them. Returns which they are.
+    fn protect(&mut self, range: Range<usize>) -> Result<Vec<usize>, Error> {
+        let private: Vec<usize> = range.filter(|&index| !self.entries[index].shared).collect();
+        private.iter().for_each(|&index| self.entries[index].shared = true);
+        let places =
+            || private.iter().flat_map(|&index| (0..self.views.len()).map(move |view| (view, index)));
+        let refused =
+            places().enumerate().find_map(|(n, (view, index))| Some((n, self.show_in(view, index).err()?)));
+        let Some((shown, e)) = refused else { return Ok(private) };
+        let shown: Vec<_> = places().take(shown).collect();
+        private.iter().for_each(|&index| self.entries[index].shared = false);
+        for (view, index) in shown {
+            if let Err(e) = self.show_in(view, index) {
+                log::error!("session {}: block {index} of a view: {e}", self.id);
+            }
+        }
+        Err(e)
+    }
+
+    /// Undoes [`protect`](Self::protect).
+    fn unprotect(&mut self, blocks: &[usize]) {
+        for &index in blocks {
+            self.entries[index].shared = false;
+            self.show_again(index..index + 1);
+        }
     }
 
     /// Makes blocks invisible in all views, or none of them.

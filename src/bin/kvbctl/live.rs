@@ -13,7 +13,9 @@ use kvbroker::broker::{
     FsckReport, LimitsReport, MapReport, Outcome, PinReport, SessionReport, StatusReport,
 };
 use kvbroker::daemon::DEFAULT_ADMIN_SOCKET;
+use kvbroker::seqpacket;
 use kvbroker::size::Size;
+use nix::sys::socket::SockType;
 use serde::Deserialize;
 use serde::de::DeserializeOwned;
 use serde_json::Value;
@@ -32,7 +34,11 @@ pub struct AdminSocket {
 impl AdminSocket {
     /// Connects to it.
     pub fn connect(&self) -> Result<UnixStream, Failure> {
-        UnixStream::connect(&self.socket).map_err(|e| self.unreachable(&e))
+        let fd =
+            seqpacket::connect(&self.socket, SockType::Stream, PATIENCE).map_err(|e| self.unreachable(&e))?;
+        let stream = UnixStream::from(fd);
+        stream.set_nonblocking(false)?;
+        Ok(stream)
     }
 
     /// Why it is of no use.

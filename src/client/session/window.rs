@@ -12,7 +12,7 @@ use std::sync::atomic::Ordering;
 use std::sync::{Arc, Weak};
 
 use super::super::staging::{Half, Staging};
-use super::super::{Error, Shared, lock};
+use super::super::{Error, Shared, lock, trust};
 use super::Session;
 use crate::id::{BlockId, ExtentId};
 use crate::map::page_bytes;
@@ -369,9 +369,9 @@ impl Session {
         let text = r.text();
         let declined = text.lines().filter_map(|line| {
             let (name, why) = line.split_once(": ")?;
-            Some((How::ALL.into_iter().find(|h| h.name() == name)?, why.to_owned()))
+            Some((How::ALL.into_iter().find(|h| h.name() == name)?, trust::words(why)))
         });
-        let declined = declined.collect();
+        let declined = declined.take(How::ALL.len()).collect();
         let blocks = self.entries[first..end].iter().map(|e| e.block).collect();
         let mut window = Window {
             client: self.client.clone(),
