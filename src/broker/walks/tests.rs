@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::broker::{Broker, Peer, Policy};
+use crate::broker::{Broker, Done, Peer, Policy};
 use crate::heap::Memfd;
 use crate::id::{BlockId, ClientId};
 use crate::map::page_bytes;
@@ -15,10 +15,15 @@ const PAGES: u32 = 64;
 /// As many as the first five extents hold.
 const NAMES: u32 = 5 * PAGES;
 
-fn broker() -> Broker {
+fn broker(extents: u32) -> Broker {
     let policy = Policy { rest_ms: 0, ..Policy::default() };
     let bytes = u64::from(PAGES) * page_bytes() as u64;
-    Broker::new(Arc::new(Memfd::new(false)), bytes, EXTENTS, EXTENTS, policy).unwrap()
+    Broker::new(Arc::new(Memfd::new(false)), bytes, extents, extents, policy).unwrap()
+}
+
+/// What the worker has done of what the broker has ordered.
+fn worked(broker: &mut Broker) -> Vec<Done> {
+    broker.jobs().into_iter().map(|job| job.run(&Memfd::new(false))).collect()
 }
 
 /// What the broker answers, or `None` while the request waits.
@@ -88,7 +93,7 @@ fn report(first: u32, used: &[BlockId]) -> wire::Report {
 
 #[test]
 fn what_many_requests_wait_for_is_walked_once() {
-    let mut broker = broker();
+    let mut broker = broker(EXTENTS);
     let (low, session, credit) = session_with_names(&mut broker, 1);
     let rest = report(NAMES - credit.len() as u32, &credit);
     let grow = wire::Grow { report: rest, want: 0.into(), least: 0.into() };
@@ -117,7 +122,7 @@ fn what_many_requests_wait_for_is_walked_once() {
 
 #[test]
 fn what_may_be_evicted_is_looked_at_once_for_many_requests_that_are_refused() {
-    let mut broker = broker();
+    let mut broker = broker(EXTENTS);
     let (id, session, credit) = session_with_names(&mut broker, 0);
     let rest = report(NAMES - credit.len() as u32, &credit);
     let tokens: Vec<u32> = (0..NAMES).collect();
@@ -138,4 +143,35 @@ fn what_may_be_evicted_is_looked_at_once_for_many_requests_that_are_refused() {
     }
     assert_eq!(broker.walks.borrow().looked - before, u64::from(NAMES));
     broker.verify().unwrap();
+}
+
+#[test]
+fn what_comes_back_in_one_turn_is_tried_for_with_one_walk() {
+    for extents in [1, 4] {
+        let mut broker = broker(EXTENTS + 4);
+        let (low, session, credit) = session_with_names(&mut broker, 1);
+        let rest = report(NAMES - credit.len() as u32, &credit);
+        let grow = wire::Grow { report: rest, want: 0.into(), least: 0.into() };
+        ask(&mut broker, low, Verb::Grow, session, |w| _ = w.put(&grow).put_blocks(credit)).unwrap().unwrap();
+        let (holder, whole) = client(&mut broker, 2, PAGES);
+        let reserve = wire::Reserve { format: whole.format, want: extents.into() };
+        ask(&mut broker, holder, Verb::Reserve, 0, |w| _ = w.put(&reserve)).unwrap().unwrap();
+        // It needs what the session was asked for, beside all that is there or comes back.
+        let (waiting, format) = client(&mut broker, 3, 33);
+        let open = wire::Open { format: format.format, priority: 2.into(), ..wire::Open::default() };
+        let opened = ask(&mut broker, waiting, Verb::Open, 0, |w| _ = w.put(&open)).unwrap().unwrap();
+        let session = Reader::new("opened", &opened).one::<wire::Opened>().unwrap().session.get();
+        let most = EXTENTS + 4 - extents;
+        let grow = wire::Grow { report: report(0, &[]), want: most.into(), least: most.into() };
+        let answer = ask(&mut broker, waiting, Verb::Grow, session, |w| _ = w.put(&grow));
+        assert_eq!(answer, None, "it waits until the session has made room");
+        broker.disconnect(holder);
+        let done = worked(&mut broker);
+        assert_eq!(done.len() as u32, extents);
+        let before = broker.walks.borrow().looked;
+        broker.all_done(done);
+        assert!(broker.is_waiting(waiting));
+        assert_eq!(broker.walks.borrow().looked - before, u64::from(NAMES), "{extents} came back");
+        broker.verify().unwrap();
+    }
 }
