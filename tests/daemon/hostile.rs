@@ -362,9 +362,10 @@ fn a_tenant_whose_requests_take_long_is_answered_each_time_and_nobody_is_kept_aw
     let format = neighbour.greet();
     let mut busy = daemon.helper(4002);
     busy.must("open");
-    busy.must("ensure 0 700");
-    for _ in 0..100 {
+    busy.must("ensure 0 500");
+    for n in 1..=40 {
         busy.must("fork 0");
+        busy.must(&format!("close {n}"));
         assert_eq!(neighbour.reserve(format, 0).unwrap().fault, None);
     }
     // One that ends while it rests is gone at once, and nothing is left to wake up for.
