@@ -1,13 +1,14 @@
 //! How much is looked at for requests that are made one after the other while nothing changes.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use crate::broker::{Broker, Done, Peer, Policy};
+use crate::broker::{Broker, Done, Output, Peer, Policy};
 use crate::heap::Memfd;
 use crate::id::{BlockId, ClientId};
 use crate::map::page_bytes;
 use crate::profile::Profile;
-use crate::wire::{self, Fault, Reader, Verb, Writer};
+use crate::wire::{self, Event, Fault, Reader, Verb, Writer};
 
 const EXTENTS: u32 = 6;
 /// Pages of an extent, and blocks of one page in it.
@@ -172,6 +173,41 @@ fn what_comes_back_in_one_turn_is_tried_for_with_one_walk() {
         broker.all_done(done);
         assert!(broker.is_waiting(waiting));
         assert_eq!(broker.walks.borrow().looked - before, u64::from(NAMES), "{extents} came back");
+        broker.verify().unwrap();
+    }
+}
+
+#[test]
+fn a_session_ends_for_those_only_who_still_wait_when_its_time_is_up() {
+    let mut broker = broker(EXTENTS);
+    let (low, session, credit) = session_with_names(&mut broker, 1);
+    let rest = report(NAMES - credit.len() as u32, &credit);
+    let grow = wire::Grow { report: rest, want: 0.into(), least: 0.into() };
+    ask(&mut broker, low, Verb::Grow, session, |w| _ = w.put(&grow).put_blocks(credit)).unwrap().unwrap();
+    let told = |broker: &mut Broker, event: Event| {
+        let opcode = wire::EVENT | event as u16;
+        let is_it = |o: &Output| o.to == low && wire::split(&o.message).unwrap().0.opcode.get() == opcode;
+        broker.outputs().iter().filter(|o| is_it(o)).count()
+    };
+    let mut now = Instant::now();
+    for (hangs_up, ends) in [(true, false), (true, false), (false, true)] {
+        let (id, format) = client(&mut broker, 1, 33);
+        let open = wire::Open { format: format.format, priority: 2.into(), ..wire::Open::default() };
+        let opened = ask(&mut broker, id, Verb::Open, 0, |w| _ = w.put(&open)).unwrap().unwrap();
+        let session = Reader::new("opened", &opened).one::<wire::Opened>().unwrap().session.get();
+        let grow = wire::Grow { report: report(0, &[]), want: 2.into(), least: 2.into() };
+        let mut message = Writer::request(Verb::Grow, 1, session);
+        message.put(&grow);
+        broker.request(id, &message.finish());
+        assert!(broker.is_waiting(id));
+        assert_eq!(told(&mut broker, Event::ReclaimSession), 1, "it is asked again each time");
+        if hangs_up {
+            broker.disconnect(id);
+        }
+        now += Duration::from_secs(60);
+        broker.tick(now);
+        assert_eq!(told(&mut broker, Event::SessionLost) == 1, ends);
+        assert!(broker.next_reclaim().is_none());
         broker.verify().unwrap();
     }
 }
