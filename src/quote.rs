@@ -9,7 +9,8 @@
 //! nothing that is not assigned (Cn), as of the Unicode version of `unicode-properties` (18.0): what comes later is `?` until
 //! that is newer. Then there are the few that have a category of what is seen, and are blank: `BLANK`. And what changes its
 //! neighbours only, and would be seen by nobody beside others, is shown where it does: of marks `MARKS` at most in a row,
-//! and what stacks letters (`STACKERS`) behind one of its script.
+//! what stacks letters (`STACKERS`) behind one of its script, and of Hangul a vowel or a final (`HANGUL`) behind the letter that it
+//! is written in one square with.
 
 use unicode_properties::{GeneralCategoryGroup, UnicodeGeneralCategory};
 
@@ -48,6 +49,23 @@ const STACKERS: [u32; 15] = [
     0x1_1d45, 0x1_1d97, 0x1_1f42, 0x1_bc9d,
 ];
 
+/// Letters of Hangul that terminals write into the square of the letter before them, each with those that it may follow: vowels
+/// behind an initial, finals behind a vowel or a syllable without one. A syllable has one of each at most.
+const HANGUL: [(Range, &[Range]); 4] = [
+    ((0x1161, 0x11a7), &INITIALS),
+    ((0xd7b0, 0xd7c6), &INITIALS),
+    ((0x11a8, 0x11ff), &VOWELS),
+    ((0xd7cb, 0xd7fb), &VOWELS),
+];
+const INITIALS: [Range; 2] = [(0x1100, 0x115e), (0xa960, 0xa97c)];
+const VOWELS: [Range; 2] = [(0x1161, 0x11a7), (0xd7b0, 0xd7c6)];
+/// The syllables in one character, and the places from one without a final to the next.
+const SYLLABLES: Range = (0xac00, 0xd7a3);
+const FINALS: u32 = 28;
+
+/// The first and the last of some characters.
+type Range = (u32, u32);
+
 /// The marks that are shown in a row. Tibetan and Vietnamese need three on one letter; a hundred of them cover the lines above
 /// and below.
 const MARKS: usize = 4;
@@ -64,6 +82,16 @@ pub fn is_tricky(c: char) -> bool {
     }
 }
 
+/// Whether a character is of Hangul and would be written into the square of one that is none of its own.
+fn is_astray(before: char, c: char) -> bool {
+    let (before, code) = (u32::from(before), u32::from(c));
+    let within = |of: &Range, code: u32| (of.0..=of.1).contains(&code);
+    let Some((_, behind)) = HANGUL.iter().find(|(of, _)| within(of, code)) else { return false };
+    let open = within(&SYLLABLES, before) && (before - SYLLABLES.0) % FINALS == 0;
+    let is_final = *behind == VOWELS.as_slice();
+    !(behind.iter().any(|of| within(of, before)) || (is_final && open))
+}
+
 /// What is shown of a text, one character for each, `?` where it plays tricks but for what is `kept`.
 fn harmless(text: &str, kept: impl Fn(char) -> bool) -> impl Iterator<Item = char> {
     let (mut before, mut marks) = ('\0', 0);
@@ -73,9 +101,10 @@ fn harmless(text: &str, kept: impl Fn(char) -> bool) -> impl Iterator<Item = cha
         // The halves of a block are as fine as scripts are for this.
         let script = |c: char| u32::from(c) >> 7;
         let stacks = STACKERS.contains(&u32::from(c)) && script(before) != script(c);
-        before = c;
-        let tricky = is_tricky(c) || stacks || marks > MARKS;
-        if tricky && !kept(c) { '?' } else { c }
+        let tricky = is_tricky(c) || stacks || marks > MARKS || is_astray(before, c);
+        // What is not shown is nothing to stand behind.
+        before = if tricky && !kept(c) { '?' } else { c };
+        before
     })
 }
 
@@ -128,6 +157,28 @@ mod tests {
         assert_eq!(plain(&apart), "a?".repeat(STACKERS.len()));
         let many = format!("a{}b\u{301}", "\u{301}".repeat(100));
         assert_eq!(plain(&many), format!("a{}{}b\u{301}", "\u{301}".repeat(4), "?".repeat(96)));
+    }
+
+    #[test]
+    fn a_vowel_or_a_final_of_hangul_is_shown_in_a_syllable_only() {
+        // In one character each, in letters, a syllable without a final and one behind it, of the extensions.
+        for word in [
+            "한글",
+            "\u{1112}\u{1161}\u{11ab}\u{1100}\u{1173}\u{11af}",
+            "가\u{11a8}",
+            "\u{a960}\u{d7b0}\u{d7cb}",
+        ] {
+            assert_eq!(plain(word), word);
+        }
+        for code in (0x1161..=0x11ff).chain(0xd7b0..=0xd7c6).chain(0xd7cb..=0xd7fb) {
+            let c = char::from_u32(code).unwrap();
+            assert_eq!(plain(&format!("{c}root{c}{c}")), "?root??", "{code:x}");
+        }
+        // A second vowel, a second final, a final behind an initial, and behind a syllable that has one.
+        let (vowel, last) = ('\u{1161}', '\u{11a8}');
+        let many =
+            format!("\u{1100}{vowel}{vowel}{last} \u{1100}{vowel}{last}{last} \u{1100}{last} 각{last}");
+        assert_eq!(plain(&many), format!("\u{1100}{vowel}?? \u{1100}{vowel}{last}? \u{1100}? 각?"));
     }
 
     #[test]

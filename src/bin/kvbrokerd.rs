@@ -1,7 +1,7 @@
 //! `kvbrokerd`: the broker's daemon.
 //!
-//! Owns the command line and the log. Exit codes: 0 after SIGTERM or SIGINT, 1 when it could not start or serve, 2 for
-//! a wrong command line or configuration.
+//! Owns the command line and the log. Exit codes: 0 after SIGTERM, SIGINT or SIGHUP, 1 when it could not start or serve, 2
+//! for a wrong command line or configuration.
 
 #![deny(unsafe_code)]
 
@@ -15,7 +15,7 @@ use log::{Level, LevelFilter};
 
 const LOG: &str = "KVBROKER_LOG";
 const AFTER: &str = "Exit codes:
-  0  stopped by SIGTERM or SIGINT
+  0  stopped by SIGTERM, SIGINT or SIGHUP
   1  it could not start, or could not go on; standard error says why
   2  the command line or the configuration is wrong
 

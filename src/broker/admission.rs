@@ -266,13 +266,23 @@ impl Broker {
         self.reclaims.values().min().copied()
     }
 
-    /// Sessions that were asked to make room and whose time is up end.
+    /// Sessions that were asked to make room and whose time is up end, if somebody who goes before them still waits for room. Else
+    /// what they were asked lapses, and whoever needs it next asks again: else one that asks and hangs up ends them.
     pub(super) fn end_late_sessions(&mut self, now: Instant) {
         let late: Vec<_> = self.reclaims.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect();
         if late.is_empty() {
             return;
         }
-        late.into_iter().for_each(|id| self.lose_session(id));
+        let highest = self.waits.highest_priority();
+        for id in late {
+            let priority = self.state.sessions.get(&id).map(|s| s.priority);
+            if highest > priority {
+                self.lose_session(id);
+            } else {
+                self.reclaims.remove(&id);
+                self.others_are_asked();
+            }
+        }
         self.settle();
     }
 

@@ -1143,9 +1143,18 @@ impl Model {
 
     /// Sessions whose time is up end; blocks that only they held may still be written.
     fn lose_late(&mut self, now: Instant) -> Vec<u64> {
-        let late: Vec<u64> = self.wanted.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect();
+        let mut late: Vec<u64> =
+            self.wanted.iter().filter(|(_, at)| **at <= now).map(|(id, _)| *id).collect();
+        late.iter().for_each(|id| _ = self.wanted.remove(id));
+        // Only for those who still wait and go before them.
+        let waiters = self.waiters.iter().filter(|(_, w)| w.promised.is_none());
+        let priority = |(client, w): (&u64, &Waiter)| match self.sessions.get(&w.session) {
+            Some(s) if !matches!(w.ask, Ask::Reserve { .. }) => s.priority,
+            _ => self.terms(self.clients[client].0).priority,
+        };
+        let highest = waiters.map(priority).max();
+        late.retain(|id| highest > Some(self.sessions[id].priority));
         for id in &late {
-            self.wanted.remove(id);
             let gone = self.sessions.remove(id).unwrap();
             let mut kept = Vec::new();
             for block in gone.table.iter().rev() {

@@ -6,7 +6,8 @@
 //!   it was granted to last, and looked at again until it comes back; it is never granted and never forgotten;
 //! - extents that are missing from what was wanted are asked of the kernel again, one at a time;
 //! - extents that a tenant keeps in quarantine count against its limit: nobody gains by keeping what it gave back;
-//! - there is a time to wake up for exactly while there is something to look at.
+//! - there is a time to wake up for exactly while there is something to look at;
+//! - whoever waits is tried again once for all that has come in a turn: each try may walk over every table.
 
 use std::collections::BTreeMap;
 use std::sync::Arc;
@@ -211,14 +212,14 @@ impl Broker {
                 // Where one has come back, there may be room for those that are missing.
                 self.absent.missing.wait = FIRST;
                 self.serve_holds();
-                self.retry();
+                self.stirred = true;
             }
             Renewal::Held(held) => self.keep(extent, held),
             Renewal::Missing(error) => {
                 self.gone(extent);
                 self.state.pool.end_renewal(extent, false);
                 self.note_missing(&error);
-                self.retry();
+                self.stirred = true;
             }
         }
     }
@@ -252,7 +253,7 @@ impl Broker {
                 "{extent} is in quarantine: {others} references to it are not the broker's; {whose}"
             );
             // Whoever waits for it is told that it does not come.
-            self.retry();
+            self.stirred = true;
         }
     }
 
@@ -308,7 +309,7 @@ impl Broker {
                     self.absent.missing.due = Some(self.absent.clock);
                 }
                 self.serve_holds();
-                self.retry();
+                self.stirred = true;
             }
             Err(e) => {
                 log::debug!("an extent is still missing: {e}");
@@ -316,7 +317,7 @@ impl Broker {
                 self.note_missing(&e);
                 if waited_for {
                     // Whoever waits for it is told that it does not come.
-                    self.retry();
+                    self.stirred = true;
                 }
             }
         }

@@ -170,7 +170,8 @@ impl Broker {
         let pieces = reply.scrub.iter().filter_map(|b| self.piece(*b)).collect();
         self.state.counters.scrubbed += reply.scrub.len() as u64;
         let _wanted = Arc::new(());
-        self.jobs.push_back(Job::Scrub { ticket, pieces, wanted: Some(Arc::downgrade(&_wanted)) });
+        let (tenant, wanted) = (self.client(client).tenant, Some(Arc::downgrade(&_wanted)));
+        self.jobs.push_back(Job::Scrub { ticket, tenant, pieces, wanted });
         let Reply { granted, extents, .. } = reply;
         self.waiting
             .insert(client, Waiting::Zeros { ticket, _wanted, output, verb, sequence, granted, extents });

@@ -71,6 +71,11 @@ impl Waits {
         self.lacking.entry(client).or_insert(Lacking { lack, overtaken: 0 }).lack = lack;
     }
 
+    /// The highest priority of those who lack something.
+    pub fn highest_priority(&self) -> Option<u8> {
+        self.lacking.values().map(|l| l.lack.priority).max()
+    }
+
     /// Blocks were granted to `client`, from `clean` extents or not.
     pub fn overtake(&mut self, client: ClientId, tenant: Tenant, format: FormatId, clean: bool) {
         for (other, l) in &mut self.lacking {

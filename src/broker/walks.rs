@@ -87,7 +87,7 @@ impl Broker {
         found
     }
 
-    /// Sessions have been asked to make room that had not been.
+    /// Sessions have been asked to make room that had not been, or are asked no more.
     pub(super) fn others_are_asked(&mut self) {
         self.walks.get_mut().held = None;
     }

@@ -10,7 +10,7 @@ use std::sync::{Arc, Weak};
 use super::lent;
 use super::window::{Declined, Made, Making};
 use crate::heap::{Buffer, Heap, HeapError, ReadOnlyCopy, Renewal, Sealed};
-use crate::id::{BlockId, ClientId, ExtentId};
+use crate::id::{BlockId, ClientId, ExtentId, Tenant};
 use crate::store::{Finished, Order};
 use crate::wire::Writer;
 
@@ -82,6 +82,8 @@ pub enum Job {
     Scrub {
         /// What [`Done::Scrubbed`] repeats.
         ticket: u64,
+        /// Whose they are: of several tenants' zeros, everybody's have their turn.
+        tenant: Tenant,
         /// The pieces.
         pieces: Vec<(Arc<Buffer>, Range<u64>)>,
         /// Gone when nobody waits for it any more: then what is left of it is not done, so that nobody's zeros wait for those
@@ -189,7 +191,7 @@ impl Job {
     /// Does it. This is all that a worker does.
     pub fn run(self, heap: &dyn Heap) -> Done {
         match self {
-            Job::Scrub { ticket, pieces, wanted } => {
+            Job::Scrub { ticket, pieces, wanted, .. } => {
                 let zero = |(buffer, range): (Arc<Buffer>, Range<u64>)| {
                     if wanted.as_ref().is_some_and(|wanted| wanted.strong_count() == 0) {
                         return Err("nobody waits for them any more".to_owned());

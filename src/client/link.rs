@@ -168,7 +168,16 @@ pub(super) struct Link {
 impl Link {
     fn new(way: Way) -> Self {
         let (awaited, answers) = (BTreeSet::new(), BTreeMap::new());
-        Link { way, sequence: 0, lost: None, gate: Gate::new(), aside_bytes: 0, aside: VecDeque::new(), awaited, answers }
+        Link {
+            way,
+            sequence: 0,
+            lost: None,
+            gate: Gate::new(),
+            aside_bytes: 0,
+            aside: VecDeque::new(),
+            awaited,
+            answers,
+        }
     }
 
     /// Connects to the broker at `path`.

@@ -579,7 +579,7 @@ mod tests {
 
     fn event(code: u16, body: &[u8]) -> Message {
         let (opcode, body) = (wire::EVENT | code, body.to_vec());
-        Message { opcode, fault: 0, sequence: 0, body, fds: Vec::new(), fds_lost: false }
+        Message { opcode, fault: 0, sequence: 0, body, fds: Vec::new(), fds_lost: false, grant: None }
     }
 
     #[test]

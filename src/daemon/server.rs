@@ -1,7 +1,7 @@
 //! The loop: readiness in, requests to the broker, messages out.
 //!
 //! Owns all connections. Invariants: every tenant gets its turn, one message at a time, and so does each of its connections
-//! ([`turns`]); nothing here blocks; a client is gone from the broker in the same turn in which the end of its
+//! ([`turns`]), but for tenants that rest; nothing here blocks; a client is gone from the broker in the same turn in which the end of its
 //! connection is read, or its process has ended. Who comes in is in `accept`, who operates in `operators`.
 
 mod accept;
@@ -21,7 +21,7 @@ use super::connection::{Connection, Flushed, has_unread};
 use super::listener::Listener;
 use super::namespace::Namespace;
 use super::pressure::{Needs, News, Pressure};
-use super::turns::{self, Ready};
+use super::turns::{self, Ready, Rests};
 use super::watch::Watch;
 use super::worker::Worker;
 use crate::broker::Broker;
@@ -130,6 +130,11 @@ pub(super) struct Server {
     silent: BTreeSet<(Instant, ClientId)>,
     /// Counts the turns of the loop.
     turn: u64,
+    rests: Rests,
+    /// Connections that have something to say and are not listened to while their tenants rest, and when to look whose rest is
+    /// over: only while there are some.
+    resting: BTreeSet<ClientId>,
+    rest_ends: Option<Instant>,
     /// When windows that are closed, and that somebody may still hold, are looked at again.
     recheck_at: Option<Instant>,
     /// Connections whose messages the kernel had no room for.
@@ -183,6 +188,9 @@ impl Server {
             namespace: Namespace::of_this_process(),
             silent: BTreeSet::new(),
             turn: 0,
+            rests: Rests::default(),
+            resting: BTreeSet::new(),
+            rest_ends: None,
             recheck_at: None,
             crowded: BTreeSet::new(),
             paused_until: None,
@@ -229,9 +237,11 @@ impl Server {
             }
             self.turn += 1;
             // The others are found again by the next look.
+            let mut busy = busy_time();
             for id in turns::choose(ready) {
-                self.read(id);
+                self.read_in_turn(id, &mut busy);
             }
+            self.end_rests();
             self.end_silent();
             self.look_at_pressure();
             self.settle();
@@ -291,6 +301,7 @@ impl Server {
             self.broker.next_wake(),
             self.watch.due(),
             self.recheck_at,
+            self.rest_ends,
             self.pressure.next_look(self.needs()),
             // Only while somebody is connected who has not said hello.
             self.silent.first().map(|(by, _)| *by),
@@ -335,7 +346,55 @@ impl Server {
             }
             return None;
         }
-        Some(Ready { uid: connection.uid, served: connection.served, id })
+        let ready = Ready { uid: connection.uid, served: connection.served, id };
+        if let Some(until) = self.rests.until(ready.uid, Instant::now()) {
+            self.resting.insert(id);
+            self.rest_ends = Some(self.rest_ends.map_or(until, |at| at.min(until)));
+            // What it says waits in its socket, and so does its end: that is told once, as an edge, and read in its turn.
+            self.listen_for(id, EpollFlags::EPOLLET);
+            return None;
+        }
+        Some(ready)
+    }
+
+    /// Reads one request, and sees how long that keeps the loop from others. `busy` is the loop's own time so far: time in which
+    /// other processes had the processor is nobody's fault here.
+    fn read_in_turn(&mut self, id: ClientId, busy: &mut Duration) {
+        let Some(uid) = self.connections.get(&id).map(|c| c.uid) else { return };
+        let begin = Instant::now();
+        if self.rests.until(uid, begin).is_some() {
+            // Another one's request in this turn was long; the next look finds this one again.
+            return;
+        }
+        self.read(id);
+        let now = Instant::now();
+        if !Rests::is_long(now - begin) {
+            return;
+        }
+        let before = std::mem::replace(busy, busy_time());
+        let took = busy.saturating_sub(before).min(now - begin);
+        if Rests::is_long(took) && self.connections.values().any(|c| c.uid != uid) {
+            self.rests.begin(uid, took, now);
+        }
+    }
+
+    /// Listens again to those whose rest is over.
+    fn end_rests(&mut self) {
+        let now = Instant::now();
+        if self.rest_ends.is_none_or(|at| now < at) {
+            return;
+        }
+        self.rest_ends = None;
+        for id in std::mem::take(&mut self.resting) {
+            let Some(connection) = self.connections.get(&id) else { continue };
+            match self.rests.until(connection.uid, now) {
+                Some(until) => {
+                    self.resting.insert(id);
+                    self.rest_ends = Some(self.rest_ends.map_or(until, |at| at.min(until)));
+                }
+                None => self.flush(id),
+            }
+        }
     }
 
     /// Reads one request of a client to whom nothing is owed.
@@ -472,6 +531,7 @@ impl Server {
         if let Some(pidfd) = &connection.pidfd {
             let _ = self.epoll.delete(pidfd);
         }
+        self.resting.remove(&id);
         self.broker.disconnect(id);
         Some(connection)
     }
@@ -551,6 +611,13 @@ impl Server {
         }
         Ok(())
     }
+}
+
+/// How long this thread has run.
+fn busy_time() -> Duration {
+    use nix::sys::resource::{UsageWho, getrusage};
+    let time = |t: nix::sys::time::TimeVal| Duration::new(t.tv_sec() as u64, t.tv_usec() as u32 * 1000);
+    getrusage(UsageWho::RUSAGE_THREAD).map_or(Duration::ZERO, |u| time(u.user_time()) + time(u.system_time()))
 }
 
 /// Descriptors that the kernel lets this user have in flight: as many as this process may open (unix(7),

@@ -148,12 +148,24 @@ fn listeners(config: &Config) -> Result<(Listener, Listener), StartError> {
     Ok((clients, admin))
 }
 
-/// Takes the pool, opens the sockets, and serves until SIGTERM or SIGINT.
+/// Whether whoever started this process has it ignore SIGHUP, as nohup does.
+fn ignores_hang_ups() -> bool {
+    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
+    let ignored = status.lines().find_map(|line| line.strip_prefix("SigIgn:"));
+    let ignored = ignored.and_then(|mask| u64::from_str_radix(mask.trim(), 16).ok());
+    ignored.is_some_and(|mask| mask & 1 << (Signal::SIGHUP as i32 - 1) != 0)
+}
+
+/// Takes the pool, opens the sockets, and serves until SIGTERM, SIGINT or SIGHUP.
 pub fn run(config: &Config) -> Result<(), StartError> {
     // Before there is a second thread, so that all have the same mask.
     let mut stop = SigSet::empty();
     stop.add(Signal::SIGTERM);
     stop.add(Signal::SIGINT);
+    // Its terminal has gone, or somebody means a reload, which is a restart: either way clients get their goodbye.
+    if !ignores_hang_ups() {
+        stop.add(Signal::SIGHUP);
+    }
     stop.thread_block().map_err(io::Error::from)?;
     // A stored prefix beyond RLIMIT_FSIZE is an error of one file, not the end of the daemon.
     let mut too_large = SigSet::empty();

@@ -16,7 +16,8 @@ use crate::broker::events::Snapshot;
 pub(super) const MOST: usize = 4;
 /// The state is compared at most so often: what happens in between is told as one change.
 const EVERY: Duration = Duration::from_millis(100);
-/// Bytes of changes that wait for one watcher, beside what the kernel holds for it.
+/// Bytes of changes that wait for one watcher, beside what the kernel holds for it. The whole state, which is as long as there is
+/// something to tell, and which each of [`MOST`] watchers is owed once, does not count.
 const MOST_UNSENT: usize = 256 << 10;
 
 /// What all watchers have been told.
@@ -77,6 +78,8 @@ pub(super) struct Queue {
     unsent: Vec<u8>,
     /// How much of `unsent` has been sent.
     sent: usize,
+    /// How much of what has not been sent is of the whole state, which is before all changes.
+    state: usize,
     /// What was sent last has not ended a line.
     begun: bool,
     /// After what is queued nothing comes.
@@ -86,7 +89,8 @@ pub(super) struct Queue {
 impl Queue {
     /// Begins with the whole state, which is as long as it is.
     pub fn new(state: String) -> Self {
-        Queue { unsent: state.into_bytes(), sent: 0, begun: false, ended: false }
+        let unsent = state.into_bytes();
+        Queue { state: unsent.len(), unsent, sent: 0, begun: false, ended: false }
     }
 
     /// Whether more may be queued.
@@ -96,7 +100,7 @@ impl Queue {
 
     /// Appends changes; `false` if there was no room and the watcher is dropped.
     pub fn push(&mut self, changes: &str) -> bool {
-        let waiting = self.unsent.len() - self.sent;
+        let waiting = self.unsent.len() - self.sent - self.state;
         if self.ended || changes.is_empty() {
             return true;
         }
@@ -121,7 +125,7 @@ impl Queue {
         let mut unsent = rest.to_vec();
         unsent.extend_from_slice(json!({ "event": event, "reason": reason }).to_string().as_bytes());
         unsent.push(b'\n');
-        (self.unsent, self.sent, self.ended) = (unsent, 0, true);
+        (self.unsent, self.sent, self.state, self.ended) = (unsent, 0, 0, true);
     }
 
     /// Sends what the watcher takes. `true`: nothing waits any more.
@@ -131,6 +135,7 @@ impl Queue {
                 Ok(0) => return Err(io::ErrorKind::WriteZero.into()),
                 Ok(n) => {
                     self.sent += n;
+                    self.state = self.state.saturating_sub(n);
                     self.begun = self.unsent[self.sent - 1] != b'\n';
                 }
                 Err(e) if e.kind() == io::ErrorKind::WouldBlock => return Ok(false),
@@ -183,6 +188,30 @@ mod tests {
             assert!(lines[lines.len() - 1].starts_with("{\"event\":\"dropped\""), "{text}");
             assert!(queue.unsent.len() < 1024);
         }
+    }
+
+    #[test]
+    fn a_state_of_any_length_keeps_no_change_out() {
+        let line = format!("{}\n", "s".repeat(99));
+        let state = line.repeat(4 * MOST_UNSENT / line.len());
+        let mut queue = Queue::new(state.clone());
+        let mut reader = Reader(Vec::new(), 1000);
+        let change = format!("{}\n", "c".repeat(1023));
+        let mut changes = 0;
+        // While the state is being read, and behind it, as many changes wait as ever.
+        while queue.push(&change) {
+            changes += 1;
+            assert!(changes * change.len() <= MOST_UNSENT);
+            reader.1 = 1000;
+            assert!(!queue.flush(&mut reader).unwrap());
+        }
+        assert_eq!(changes, MOST_UNSENT / change.len());
+        let mut queue = Queue::new(state.clone());
+        let mut reader = Reader(Vec::new(), 0);
+        assert!(queue.push(&change) && !queue.flush(&mut reader).unwrap());
+        reader.1 = usize::MAX;
+        assert!(queue.flush(&mut reader).unwrap());
+        assert!(reader.0 == [state, change].concat().into_bytes());
     }
 
     #[test]

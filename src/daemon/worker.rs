@@ -1,7 +1,8 @@
 //! The worker thread: what takes long.
 //!
-//! Owns nothing but the jobs in flight. Invariants: jobs are done one after the other. Zeros are written in the order in
-//! which they were ordered, and so is all else; between the two there is none, but they take turns while there are both. A
+//! Owns nothing but the jobs in flight. Invariants: jobs are done one after the other. Zeros of one tenant are written in the
+//! order in which they were ordered, and so is all else; of several tenants' zeros each has its turn, so that nobody waits for
+//! more than one order of each other tenant; and zeros and all else take turns while there are both. A
 //! request waits for zeros, for most other jobs nobody does: when one tenant gives back all it had, hundreds of extents are
 //! renewed, and whoever wants a block zeroed meanwhile waits for one of them. Zeros are always written before the reply that grants them
 //! leaves, and no renewal touches what is to be zeroed: its buffer is in the pool no more when it is ordered. Files are
@@ -17,6 +18,7 @@ use nix::sys::eventfd::{EfdFlags, EventFd};
 
 use crate::broker::{Done, Job};
 use crate::heap::Heap;
+use crate::id::Tenant;
 use crate::store::Order;
 
 /// The loop's end of the worker.
@@ -31,7 +33,8 @@ pub(super) struct Worker {
 /// What is to be done, zeros apart from all else.
 #[derive(Debug, Default)]
 struct Lanes {
-    zeros: VecDeque<Job>,
+    /// By tenants, whose turn it is at the front; none is there without a job.
+    zeros: VecDeque<(Tenant, VecDeque<Job>)>,
     others: VecDeque<Job>,
     zeroed_last: bool,
 }
@@ -45,16 +48,27 @@ impl Lanes {
         }
         work.try_iter().for_each(|job| self.sort(job));
         let zeros_first = !self.zeroed_last || self.others.is_empty();
-        let lane = if zeros_first && !self.zeros.is_empty() { &mut self.zeros } else { &mut self.others };
-        let job = lane.pop_front();
+        let zeros = if zeros_first { self.next_zeros() } else { None };
+        let job = zeros.or_else(|| self.others.pop_front());
         self.zeroed_last = matches!(job, Some(Job::Scrub { .. }));
         job
     }
 
+    /// The zeros whose turn it is.
+    fn next_zeros(&mut self) -> Option<Job> {
+        let (tenant, mut jobs) = self.zeros.pop_front()?;
+        let job = jobs.pop_front();
+        if !jobs.is_empty() {
+            self.zeros.push_back((tenant, jobs));
+        }
+        job
+    }
+
     fn sort(&mut self, job: Job) {
-        match job {
-            Job::Scrub { .. } => self.zeros.push_back(job),
-            _ => self.others.push_back(job),
+        let Job::Scrub { tenant, .. } = job else { return self.others.push_back(job) };
+        match self.zeros.iter_mut().find(|(t, _)| *t == tenant) {
+            Some((_, jobs)) => jobs.push_back(job),
+            None => self.zeros.push_back((tenant, VecDeque::from([job]))),
         }
     }
 }
@@ -132,9 +146,21 @@ mod tests {
         std::iter::from_fn(|| lanes.next(&work)).map(ticket).collect()
     }
 
+    fn zeros(uid: u32, ticket: u64) -> Job {
+        Job::Scrub { ticket, tenant: Tenant(uid), pieces: Vec::new(), wanted: None }
+    }
+
+    #[test]
+    fn zeros_wait_for_one_order_of_each_other_tenant_however_many_it_has() {
+        let many = (1..=60).map(|ticket| zeros(1, ticket));
+        let order = order(many.chain([zeros(2, 101), zeros(2, 102), zeros(3, 201)]).collect());
+        assert_eq!(order[..6], [1, 101, 201, 2, 102, 3]);
+        assert_eq!(order[6..], (4..=60).collect::<Vec<u64>>());
+    }
+
     #[test]
     fn zeros_wait_for_one_extent_that_is_renewed_and_not_for_all_and_no_extent_waits_for_ever() {
-        let zeros = |ticket| Job::Scrub { ticket, pieces: Vec::new(), wanted: None };
+        let zeros = |ticket| zeros(1, ticket);
         let other = || Job::Allocate { bytes: 1 };
         assert_eq!(order(vec![other(), other(), other(), zeros(1), zeros(2)]), [1, 0, 2, 0, 0]);
         assert_eq!(order(vec![zeros(1), zeros(2), zeros(3), zeros(4), other()]), [1, 0, 2, 3, 4]);

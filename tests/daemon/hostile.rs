@@ -355,6 +355,33 @@ fn a_crowd_of_connections_of_one_user_is_served_no_more_often_than_a_neighbour_w
 }
 
 #[test]
+fn a_tenant_whose_requests_take_long_is_answered_each_time_and_nobody_is_kept_awake_for_it() {
+    // Long in a debug build, which checks the books after each request.
+    let mut daemon = Daemon::new();
+    let mut neighbour = daemon.raw();
+    let format = neighbour.greet();
+    let mut busy = daemon.helper(4002);
+    busy.must("open");
+    busy.must("ensure 0 500");
+    for n in 1..=40 {
+        busy.must("fork 0");
+        busy.must(&format!("close {n}"));
+        assert_eq!(neighbour.reserve(format, 0).unwrap().fault, None);
+    }
+    // One that ends while it rests is gone at once, and nothing is left to wake up for.
+    busy.order("fork 0");
+    busy.kill();
+    until("it is gone", || daemon.clients() == 1);
+    let wakes = || {
+        let quiet = daemon.status_line("voluntary_ctxt_switches:");
+        std::thread::sleep(Duration::from_millis(700));
+        daemon.status_line("voluntary_ctxt_switches:") - quiet
+    };
+    until("nothing wakes it up", || wakes() == 0);
+    daemon.lives();
+}
+
+#[test]
 fn operators_that_are_silent_slow_or_confused_keep_no_other_from_an_answer() {
     let mut daemon = Daemon::new();
     let admin = daemon.place.path("admin.sock");

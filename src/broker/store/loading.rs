@@ -192,12 +192,12 @@ impl Broker {
             self.give_up(taken, format);
             return Err(format!("it does not fit: {missing} blocks are needed, and only {got} were found"));
         }
-        // Jobs are done in order: when these are zero, nobody's earlier order writes there any more. What is behind a
+        // A tenant's zeros are written in order: when these are zero, nobody's earlier order writes there any more. What is behind a
         // block in its place is zero with that, too.
         let cleared = self.next_ticket;
         self.next_ticket += 1;
         let pieces = taken.iter().filter_map(|b| self.piece(*b)).collect();
-        self.jobs.push_back(Job::Scrub { ticket: cleared, pieces, wanted: None });
+        self.jobs.push_back(Job::Scrub { ticket: cleared, tenant, pieces, wanted: None });
         let prefixes = &self.state.prefixes;
         taken.reverse();
         let missing = |e: &Entry| if prefixes.get(&e.name.0).is_none() { taken.pop() } else { None };

@@ -1,13 +1,14 @@
 //! How much is looked at for requests that are made one after the other while nothing changes.
 
 use std::sync::Arc;
+use std::time::{Duration, Instant};
 
-use crate::broker::{Broker, Peer, Policy};
+use crate::broker::{Broker, Done, Output, Peer, Policy};
 use crate::heap::Memfd;
 use crate::id::{BlockId, ClientId};
 use crate::map::page_bytes;
 use crate::profile::Profile;
-use crate::wire::{self, Fault, Reader, Verb, Writer};
+use crate::wire::{self, Event, Fault, Reader, Verb, Writer};
 
 const EXTENTS: u32 = 6;
 /// Pages of an extent, and blocks of one page in it.
@@ -15,10 +16,15 @@ const PAGES: u32 = 64;
 /// As many as the first five extents hold.
 const NAMES: u32 = 5 * PAGES;
 
-fn broker() -> Broker {
+fn broker(extents: u32) -> Broker {
     let policy = Policy { rest_ms: 0, ..Policy::default() };
     let bytes = u64::from(PAGES) * page_bytes() as u64;
-    Broker::new(Arc::new(Memfd::new(false)), bytes, EXTENTS, EXTENTS, policy).unwrap()
+    Broker::new(Arc::new(Memfd::new(false)), bytes, extents, extents, policy).unwrap()
+}
+
+/// What the worker has done of what the broker has ordered.
+fn worked(broker: &mut Broker) -> Vec<Done> {
+    broker.jobs().into_iter().map(|job| job.run(&Memfd::new(false))).collect()
 }
 
 /// What the broker answers, or `None` while the request waits.
@@ -88,7 +94,7 @@ fn report(first: u32, used: &[BlockId]) -> wire::Report {
 
 #[test]
 fn what_many_requests_wait_for_is_walked_once() {
-    let mut broker = broker();
+    let mut broker = broker(EXTENTS);
     let (low, session, credit) = session_with_names(&mut broker, 1);
     let rest = report(NAMES - credit.len() as u32, &credit);
     let grow = wire::Grow { report: rest, want: 0.into(), least: 0.into() };
@@ -117,7 +123,7 @@ fn what_many_requests_wait_for_is_walked_once() {
 
 #[test]
 fn what_may_be_evicted_is_looked_at_once_for_many_requests_that_are_refused() {
-    let mut broker = broker();
+    let mut broker = broker(EXTENTS);
     let (id, session, credit) = session_with_names(&mut broker, 0);
     let rest = report(NAMES - credit.len() as u32, &credit);
     let tokens: Vec<u32> = (0..NAMES).collect();
@@ -138,4 +144,70 @@ fn what_may_be_evicted_is_looked_at_once_for_many_requests_that_are_refused() {
     }
     assert_eq!(broker.walks.borrow().looked - before, u64::from(NAMES));
     broker.verify().unwrap();
+}
+
+#[test]
+fn what_comes_back_in_one_turn_is_tried_for_with_one_walk() {
+    for extents in [1, 4] {
+        let mut broker = broker(EXTENTS + 4);
+        let (low, session, credit) = session_with_names(&mut broker, 1);
+        let rest = report(NAMES - credit.len() as u32, &credit);
+        let grow = wire::Grow { report: rest, want: 0.into(), least: 0.into() };
+        ask(&mut broker, low, Verb::Grow, session, |w| _ = w.put(&grow).put_blocks(credit)).unwrap().unwrap();
+        let (holder, whole) = client(&mut broker, 2, PAGES);
+        let reserve = wire::Reserve { format: whole.format, want: extents.into() };
+        ask(&mut broker, holder, Verb::Reserve, 0, |w| _ = w.put(&reserve)).unwrap().unwrap();
+        // It needs what the session was asked for, beside all that is there or comes back.
+        let (waiting, format) = client(&mut broker, 3, 33);
+        let open = wire::Open { format: format.format, priority: 2.into(), ..wire::Open::default() };
+        let opened = ask(&mut broker, waiting, Verb::Open, 0, |w| _ = w.put(&open)).unwrap().unwrap();
+        let session = Reader::new("opened", &opened).one::<wire::Opened>().unwrap().session.get();
+        let most = EXTENTS + 4 - extents;
+        let grow = wire::Grow { report: report(0, &[]), want: most.into(), least: most.into() };
+        let answer = ask(&mut broker, waiting, Verb::Grow, session, |w| _ = w.put(&grow));
+        assert_eq!(answer, None, "it waits until the session has made room");
+        broker.disconnect(holder);
+        let done = worked(&mut broker);
+        assert_eq!(done.len() as u32, extents);
+        let before = broker.walks.borrow().looked;
+        broker.all_done(done);
+        assert!(broker.is_waiting(waiting));
+        assert_eq!(broker.walks.borrow().looked - before, u64::from(NAMES), "{extents} came back");
+        broker.verify().unwrap();
+    }
+}
+
+#[test]
+fn a_session_ends_for_those_only_who_still_wait_when_its_time_is_up() {
+    let mut broker = broker(EXTENTS);
+    let (low, session, credit) = session_with_names(&mut broker, 1);
+    let rest = report(NAMES - credit.len() as u32, &credit);
+    let grow = wire::Grow { report: rest, want: 0.into(), least: 0.into() };
+    ask(&mut broker, low, Verb::Grow, session, |w| _ = w.put(&grow).put_blocks(credit)).unwrap().unwrap();
+    let told = |broker: &mut Broker, event: Event| {
+        let opcode = wire::EVENT | event as u16;
+        let is_it = |o: &Output| o.to == low && wire::split(&o.message).unwrap().0.opcode.get() == opcode;
+        broker.outputs().iter().filter(|o| is_it(o)).count()
+    };
+    let mut now = Instant::now();
+    for (hangs_up, ends) in [(true, false), (true, false), (false, true)] {
+        let (id, format) = client(&mut broker, 1, 33);
+        let open = wire::Open { format: format.format, priority: 2.into(), ..wire::Open::default() };
+        let opened = ask(&mut broker, id, Verb::Open, 0, |w| _ = w.put(&open)).unwrap().unwrap();
+        let session = Reader::new("opened", &opened).one::<wire::Opened>().unwrap().session.get();
+        let grow = wire::Grow { report: report(0, &[]), want: 2.into(), least: 2.into() };
+        let mut message = Writer::request(Verb::Grow, 1, session);
+        message.put(&grow);
+        broker.request(id, &message.finish());
+        assert!(broker.is_waiting(id));
+        assert_eq!(told(&mut broker, Event::ReclaimSession), 1, "it is asked again each time");
+        if hangs_up {
+            broker.disconnect(id);
+        }
+        now += Duration::from_secs(60);
+        broker.tick(now);
+        assert_eq!(told(&mut broker, Event::SessionLost) == 1, ends);
+        assert!(broker.next_reclaim().is_none());
+        broker.verify().unwrap();
+    }
 }
