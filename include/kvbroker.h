@@ -406,7 +406,8 @@ KVB_API int64_t kvb_session_attach(kvb_session *session, const uint32_t *ids, si
  * by `limits.pinned`, `limits.table-blocks`, or 64 prefixes pinned by this tenant. */
 KVB_API int64_t kvb_session_pin(kvb_session *session, uint64_t tokens);
 
-/* Lets them go again. Returns how many blocks nobody pins any more. */
+/* Lets them go again: a pin of exactly as many whole blocks, not a part of a longer one. Returns how many blocks nobody pins any
+ * more. */
 KVB_API int64_t kvb_session_unpin(kvb_session *session, uint64_t tokens);
 
 /* Copies one row in: `bytes` is the plane's row. INVALID for a token that is shared or sealed (kvb_session_writable). */

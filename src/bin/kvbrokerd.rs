@@ -61,6 +61,9 @@ fn main() -> ExitCode {
         Ok(config) => config,
         Err(e) => return complain(&e.to_string(), 2),
     };
+    if let Some(doubt) = config.doubt() {
+        log::warn!("{doubt}");
+    }
     if cli.check {
         return match config.outlook() {
             Ok(outlook) => {

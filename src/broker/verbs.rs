@@ -503,7 +503,11 @@ impl Broker {
         let profile = &self.state.formats[&s.format].profile;
         let per_block = u64::from(profile.tokens_per_block());
         let first = (profile.first_visible(0, u64::from(blocks) * per_block) / per_block) as u32;
-        if blocks == 0 || blocks > s.sealed() || first < s.head {
+        if blocks == 0 {
+            let text = format!("no whole block: whole blocks of {per_block} tokens are pinned");
+            return Err(Refused::bad(text));
+        }
+        if blocks > s.sealed() || first < s.head {
             let text = format!(
                 "{id} has {} sealed blocks from block {} on: it cannot pin blocks {first} to {blocks}",
                 s.sealed().saturating_sub(s.head),

@@ -805,7 +805,7 @@ impl Session {
         self.send_pin(tokens, true)
     }
 
-    /// Lets them go again. Returns how many blocks nobody pins any more.
+    /// Lets them go again: a pin of exactly as many whole blocks, not a part of a longer one. Returns how many blocks nobody pins any more.
     pub fn unpin(&mut self, tokens: usize) -> Result<usize, Error> {
         self.send_pin(tokens, false)
     }

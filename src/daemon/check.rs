@@ -214,6 +214,20 @@ fn beyond_file_size(config: &Config, extent: u64) -> Option<u64> {
     (backend(config).0.is_scattered() && extent > limit).then_some(limit)
 }
 
+/// What keeps nobody from being served, and is most likely a mistake.
+pub(super) fn doubt(config: &Config) -> Option<String> {
+    let directory = &config.store.as_ref()?.location.path;
+    let parent = directory_of(directory);
+    let why = || {
+        format!(
+            "there is no directory {}, so pinned prefixes are neither saved nor brought back: make it, or name another",
+            parent.display()
+        )
+    };
+    (!parent.is_dir())
+        .then(|| config.origins.wrong("prefix.store.directory", directory.display(), why()).to_string())
+}
+
 /// Refuses what this machine cannot give: memory, groups, directories, heaps.
 pub(super) fn possible_here(config: &Config) -> Result<Outlook, ConfigError> {
     let origins = &config.origins;

@@ -489,6 +489,11 @@ impl Config {
         check::possible_here(self)
     }
 
+    /// What keeps nobody from being served on this machine, and is most likely a mistake.
+    pub fn doubt(&self) -> Option<String> {
+        check::doubt(self)
+    }
+
     /// Whether prompts are common to several tenants.
     pub(super) fn shares_prompts(&self) -> bool {
         !self.limits.common.is_empty()

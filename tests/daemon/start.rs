@@ -275,6 +275,23 @@ fn a_level_of_the_log_that_there_is_not_is_warned_of() {
 }
 
 #[test]
+fn a_place_for_stored_prompts_that_cannot_be_made_is_warned_of_and_serves_all_the_same() {
+    let place = Place::new(CONFIG);
+    let path = place.path("mistyped/prefixes");
+    let config = format!("{CONFIG}\n[prefix.store]\ndirectory = \"{}\"\n", path.display());
+    std::fs::write(place.path("kvbroker.toml"), config).unwrap();
+    let (code, _, log) = checked(&place);
+    assert_eq!(code, Some(0), "{log}");
+    assert!(
+        log.contains("prefix.store.directory = ") && log.contains("neither saved nor brought back"),
+        "{log}"
+    );
+    let mut daemon = place.start();
+    daemon.lives();
+    assert!(daemon.place.log().contains("neither saved nor brought back"), "{}", daemon.place.log());
+}
+
+#[test]
 fn a_drop_in_of_an_odd_name_plays_no_tricks_on_the_terminal() {
     let place = Place::new(CONFIG);
     std::fs::create_dir(place.path("kvbroker.toml.d")).unwrap();
