@@ -90,7 +90,8 @@ impl Broker {
     /// them, but without what others would have to be asked for.
     pub(super) fn could_grant(&self, tenant: Tenant, cut: &Cut, own: u32) -> u64 {
         let (idle, cold) = self.candidates(tenant, cut);
-        self.reach(tenant, cut, own, idle.iter().chain(&cold).map(|(_, e)| *e))
+        let all = self.reach(tenant, cut, own, idle.iter().chain(&cold).map(|(_, e)| *e));
+        all.min(self.capacity(tenant, cut))
     }
 
     /// Cached blocks of the tenant that may go for a block of the asker's.
