@@ -119,6 +119,11 @@ pub(crate) fn shown(text: &str, most: usize) -> String {
     if text.chars().nth(most).is_some() { kept + "..." } else { kept }
 }
 
+/// `text` as one line, cut to `most` characters, with `?` for every character that plays tricks.
+pub fn line(text: &str, most: usize) -> String {
+    shown(&plain(text), most)
+}
+
 #[cfg(test)]
 mod tests {
     use super::*;

@@ -4,8 +4,8 @@
 //! descriptors behind them. Invariants: a place that is occupied is mapped, readable, and writable unless it is
 //! a read-only copy, until [`Arena::unmap`]; one whose extent the broker has taken while a table still names blocks of it stays
 //! readable and writable, as zeros of this process's own, until no table does
-//! (`tests::a_place_that_tables_name_outlives_its_extent`); any other gives a fault; nothing is mapped over an occupied place. Offsets
-//! of blocks in the range are what block tables hold, so one base address serves all of them.
+//! (`tests::a_place_that_tables_name_outlives_its_extent`); any other gives a fault; nothing is mapped over an occupied place.
+//! Offsets of blocks in the range are what block tables hold, so one base address serves all of them.
 
 #![allow(unsafe_code)]
 
@@ -131,19 +131,20 @@ impl Arena {
         Some(bytes).filter(|b| *b > 0 && *b <= self.extent_bytes).ok_or_else(wrong)
     }
 
-    /// The position that byte `page` times 4 KiB of the range lies in.
-    pub fn position_of(&self, page: u32) -> Position {
+    /// The position that page `page` of the range lies in.
+    fn position_of(&self, page: u32) -> Position {
         (((page as usize) << crate::attention::PAGE_SHIFT) / self.extent_bytes) as Position
     }
 
-    /// An entry of a table names a block there.
+    /// An entry of a table names the block at this page.
     #[inline]
-    pub fn name(&self, position: Position) {
-        self.named[position as usize].fetch_add(1, Ordering::Relaxed);
+    pub fn name(&self, page: u32) {
+        self.named[self.position_of(page) as usize].fetch_add(1, Ordering::Relaxed);
     }
 
     /// An entry of a table names it no more.
-    pub fn unname(&self, position: Position) {
+    pub fn unname(&self, page: u32) {
+        let position = self.position_of(page);
         // Release and Acquire: whatever was done in the place by way of that entry is done before the place goes.
         if self.named[position as usize].fetch_sub(1, Ordering::AcqRel) > 1 {
             return;
@@ -311,8 +312,8 @@ pub(super) unsafe fn protect(at: *mut u8, bytes: usize, rights: i32) -> io::Resu
     }
 }
 
-/// Puts private memory with the same bytes in place of what is at `at`: whoever reads there meanwhile finds them at every moment, whoever
-/// writes faults until it is done. On an error it is as it was.
+/// Puts private memory with the same bytes in place of what is at `at`: whoever reads there meanwhile finds them at every
+/// moment, whoever writes faults until it is done. On an error it is as it was.
 ///
 /// # Safety
 /// The range is the caller's, readable, and a mapping of its own.
@@ -407,8 +408,9 @@ mod tests {
         // SAFETY: inside the place, which is mapped and ours.
         let (read, write) = (|| unsafe { at.read_volatile() }, |byte: u8| unsafe { at.write_volatile(byte) });
         write(5);
-        arena.name(position);
-        arena.name(position);
+        let page = arena.page(position, 4096);
+        arena.name(page);
+        arena.name(page);
         assert!(arena.unmap(ExtentId(7)));
         assert_eq!((arena.position(ExtentId(7)), arena.extent_at(position)), (None, None));
         assert_eq!(read(), 0);
@@ -416,13 +418,13 @@ mod tests {
         assert_eq!(read(), 6);
 
         // The next one does not come to lie there as long as an entry names the place.
-        arena.unname(position);
+        arena.unname(page);
         let other = arena.map(ExtentId(8), memory(), true).unwrap();
         assert_ne!(other, position);
         let full = arena.map(ExtentId(9), memory(), true).unwrap_err();
         assert_eq!(full.kind(), io::ErrorKind::OutOfMemory);
         assert_eq!(read(), 6);
-        arena.unname(position);
+        arena.unname(page);
         assert_eq!(arena.map(ExtentId(9), memory(), true).unwrap(), position);
         assert_eq!(read(), 0);
         assert!(arena.unmap(ExtentId(9)) && arena.unmap(ExtentId(8)) && arena.unmap(ExtentId(7)));

@@ -6,7 +6,7 @@
 //! the broker says passes the gate ([`super::trust`]) before anybody hears of it, and what is put aside is bounded. The tests
 //! at the end speak for the broker.
 
-use std::collections::{BTreeMap, BTreeSet, VecDeque};
+use std::collections::{BTreeMap, VecDeque};
 use std::os::fd::{AsFd, OwnedFd};
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, MutexGuard};
@@ -159,25 +159,14 @@ pub(super) struct Link {
     aside_bytes: usize,
     /// What has come and has not been taken in by the client: events and replies, in their order.
     pub aside: VecDeque<Message>,
-    /// Requests for whose replies threads wait.
-    awaited: BTreeSet<u64>,
-    /// Such replies, taken in.
-    answers: BTreeMap<u64, Message>,
+    /// Requests for whose replies threads wait, and those of the replies that have been taken in.
+    awaited: BTreeMap<u64, Option<Message>>,
 }
 
 impl Link {
     fn new(way: Way) -> Self {
-        let (awaited, answers) = (BTreeSet::new(), BTreeMap::new());
-        Link {
-            way,
-            sequence: 0,
-            lost: None,
-            gate: Gate::new(),
-            aside_bytes: 0,
-            aside: VecDeque::new(),
-            awaited,
-            answers,
-        }
+        let (gate, aside, awaited) = (Gate::new(), VecDeque::new(), BTreeMap::new());
+        Link { way, sequence: 0, lost: None, gate, aside_bytes: 0, aside, awaited }
     }
 
     /// Connects to the broker at `path`.
@@ -247,7 +236,7 @@ impl Link {
     ) -> Result<u64, Error> {
         match self.send(verb, session, timeout, fill) {
             Ok(sequence) => {
-                self.awaited.insert(sequence);
+                self.awaited.insert(sequence, None);
                 Ok(sequence)
             }
             Err(e) => Err(self.refusal().unwrap_or(e)),
@@ -257,8 +246,8 @@ impl Link {
     /// Puts aside the next message that is there, or comes within `longest`. `false` if there is none. An error when no other
     /// will come.
     pub fn listen(&mut self, longest: Duration) -> Result<bool, Error> {
-        if let Some(why) = &self.lost {
-            return Err(Error::Lost(why.clone()));
+        if let Some(lost) = self.lost() {
+            return Err(lost);
         }
         let Some(message) = self.receive(longest)? else { return Ok(false) };
         if message.event() == Some(Event::Refused) {
@@ -271,17 +260,17 @@ impl Link {
 
     /// Whether a thread waits for the reply to this request.
     pub fn is_awaited(&self, sequence: u64) -> bool {
-        self.awaited.contains(&sequence)
+        self.awaited.contains_key(&sequence)
     }
 
     /// Keeps a reply that has been taken in for the thread that waits for it.
     pub fn keep(&mut self, message: Message) {
-        self.answers.insert(message.sequence, message);
+        self.awaited.insert(message.sequence, Some(message));
     }
 
     /// The reply to a request, if it has been taken in.
     pub fn answer(&mut self, sequence: u64) -> Option<Message> {
-        let answer = self.answers.remove(&sequence)?;
+        let answer = self.awaited.get_mut(&sequence)?.take()?;
         self.give_up(sequence);
         Some(answer)
     }
@@ -322,8 +311,8 @@ impl Link {
         timeout: Duration,
         fill: impl FnOnce(&mut Writer),
     ) -> Result<u64, Error> {
-        if let Some(why) = &self.lost {
-            return Err(Error::Lost(why.clone()));
+        if let Some(lost) = self.lost() {
+            return Err(lost);
         }
         self.sequence += 1;
         let mut w = Writer::request(verb, self.sequence, session);

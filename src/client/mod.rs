@@ -521,7 +521,7 @@ impl Shared {
 
     /// What the broker has said makes no sense to a session: nothing that comes from it can be relied on any more.
     fn broken(&self, why: String) -> Error {
-        lock(&self.link).broken(why)
+        self.enter().broken(why)
     }
 
     /// Whether the broker has ended a session.

@@ -441,9 +441,9 @@ impl Session {
     }
 
     fn push(&mut self, spare: Spare, shared: bool) -> Result<(), Error> {
-        let entry = self.entry(spare, shared)?;
-        self.client.arena.name(spare.position);
-        self.table.push(self.block_page(spare));
+        let (entry, page) = (self.entry(spare, shared)?, self.block_page(spare));
+        self.client.arena.name(page);
+        self.table.push(page);
         self.entries.push(entry);
         let shown = self.show(self.entries.len() - 1);
         if shown.is_err() {
@@ -462,7 +462,7 @@ impl Session {
     /// Blocks that are in the table no more, or will not be when this returns.
     fn unname(&self, entries: Range<usize>) {
         let arena = &self.client.arena;
-        self.table[entries].iter().for_each(|page| arena.unname(arena.position_of(*page)));
+        self.table[entries].iter().for_each(|page| arena.unname(*page));
     }
 
     /// A shared block becomes a private copy.
@@ -473,13 +473,13 @@ impl Session {
         let old = (self.entries[index], self.table[index]);
         self.entries[index] = self.entry(spare, false)?;
         self.table[index] = self.block_page(spare);
-        self.client.arena.name(spare.position);
+        self.client.arena.name(self.table[index]);
         if let Err(e) = self.show(index) {
+            self.unname(index..index + 1);
             (self.entries[index], self.table[index]) = old;
-            self.client.arena.unname(spare.position);
             return Err(e);
         }
-        self.client.arena.unname(self.client.arena.position_of(old.1));
+        self.client.arena.unname(old.1);
         self.reported = self.reported.min(index);
         self.sealed = self.sealed.min(index);
         Ok(())
@@ -679,9 +679,7 @@ impl Session {
         twin.head = head;
         twin.table.clone_from(&self.table);
         twin.entries.clone_from(&self.entries);
-        twin.table[head..]
-            .iter()
-            .for_each(|page| self.client.arena.name(self.client.arena.position_of(*page)));
+        twin.table[head..].iter().for_each(|page| self.client.arena.name(*page));
         twin.reported = self.entries.len();
         twin.sealed = self.sealed;
         Ok(twin)
@@ -805,7 +803,8 @@ impl Session {
         self.send_pin(tokens, true)
     }
 
-    /// Lets them go again: a pin of exactly as many whole blocks, not a part of a longer one. Returns how many blocks nobody pins any more.
+    /// Lets them go again: a pin of exactly as many whole blocks, not a part of a longer one. Returns how many blocks nobody
+    /// pins any more.
     pub fn unpin(&mut self, tokens: usize) -> Result<usize, Error> {
         self.send_pin(tokens, false)
     }

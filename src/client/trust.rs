@@ -45,7 +45,7 @@ const MOST_SHOWN: usize = 600;
 
 /// What the broker says for people: one line, harmless on a terminal, and not too long.
 pub(super) fn words(text: &str) -> String {
-    quote::shown(&quote::plain(text), MOST_SHOWN)
+    quote::line(text, MOST_SHOWN)
 }
 
 /// The geometry of blocks as both sides have agreed on it.

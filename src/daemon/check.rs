@@ -8,7 +8,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 
 use super::config::{BackendChoice, Config, ConfigError, DeviceAccess, Origins};
-use crate::heap::{Backend, DmaHeap, Sealed, UDMABUF_DEVICE, cgroup_bytes, memory_bytes};
+use crate::heap::{Backend, DmaHeap, Sealed, UDMABUF_DEVICE, beyond_file_size, cgroup_bytes, memory_bytes};
 use crate::id::Tenant;
 use crate::map::page_bytes;
 use crate::packing::{CMA_ALIGNMENT_ORDERS, Extents, PackingError, Placement, block_sizes};
@@ -207,13 +207,6 @@ pub(crate) fn too_tight(config: &Config, limit: u64, file: &str) -> Option<Strin
     })
 }
 
-/// The limit of a file's size, if extents are files and larger.
-fn beyond_file_size(config: &Config, extent: u64) -> Option<u64> {
-    use nix::sys::resource::{Resource, getrlimit};
-    let (limit, _) = getrlimit(Resource::RLIMIT_FSIZE).ok()?;
-    (backend(config).0.is_scattered() && extent > limit).then_some(limit)
-}
-
 /// What keeps nobody from being served, and is most likely a mistake.
 pub(super) fn doubt(config: &Config) -> Option<String> {
     let directory = &config.store.as_ref()?.location.path;
@@ -273,7 +266,9 @@ pub(super) fn possible_here(config: &Config) -> Result<Outlook, ConfigError> {
     if let Some(why) = beyond_cgroup(config) {
         return Err(origins.wrong("pool.size", size(), why));
     }
-    if let Some(limit) = beyond_file_size(config, extents.bytes) {
+    // Extents of ordinary memory are files.
+    let file = backend(config).0.is_scattered().then_some(extents.bytes);
+    if let Some(limit) = file.and_then(beyond_file_size) {
         let why = format!(
             "an extent of {} is a file, and a process that is started like this one may have none of more than {limit} \
              bytes (RLIMIT_FSIZE): ulimit -f unlimited, or LimitFSIZE=infinity in the unit",

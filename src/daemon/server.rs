@@ -348,8 +348,7 @@ impl Server {
         }
         let ready = Ready { uid: connection.uid, served: connection.served, id };
         if let Some(until) = self.rests.until(ready.uid, Instant::now()) {
-            self.resting.insert(id);
-            self.rest_ends = Some(self.rest_ends.map_or(until, |at| at.min(until)));
+            self.rest(id, until);
             // What it says waits in its socket, and so does its end: that is told once, as an edge, and read in its turn.
             self.listen_for(id, EpollFlags::EPOLLET);
             return None;
@@ -378,6 +377,11 @@ impl Server {
         }
     }
 
+    fn rest(&mut self, id: ClientId, until: Instant) {
+        self.resting.insert(id);
+        self.rest_ends = Some(self.rest_ends.map_or(until, |at| at.min(until)));
+    }
+
     /// Listens again to those whose rest is over.
     fn end_rests(&mut self) {
         let now = Instant::now();
@@ -388,10 +392,7 @@ impl Server {
         for id in std::mem::take(&mut self.resting) {
             let Some(connection) = self.connections.get(&id) else { continue };
             match self.rests.until(connection.uid, now) {
-                Some(until) => {
-                    self.resting.insert(id);
-                    self.rest_ends = Some(self.rest_ends.map_or(until, |at| at.min(until)));
-                }
+                Some(until) => self.rest(id, until),
                 None => self.flush(id),
             }
         }

@@ -31,7 +31,7 @@ pub use holders::Held;
 pub use memfd::Memfd;
 pub use probe::Proof;
 #[cfg(feature = "daemon")]
-pub(crate) use room::{cgroup_bytes, memory_bytes};
+pub(crate) use room::{beyond_file_size, cgroup_bytes, memory_bytes};
 pub use sealed::{ReadOnlyCopy, Sealed};
 #[cfg(feature = "daemon")]
 pub use udmabuf::{DEVICE as UDMABUF_DEVICE, Limits as UdmabufLimits, Udmabuf};

@@ -51,12 +51,17 @@ fn enough(heap: &str, bytes: u64, available: Option<u64>) -> Result<(), HeapErro
 /// For buffers that are files: an error where this process may have none of so many bytes (RLIMIT_FSIZE). The kernel would
 /// not only refuse, but send SIGXFSZ, which ends the process: of an embedded broker the engine.
 pub(super) fn check_file_size(heap: &str, bytes: u64) -> Result<(), HeapError> {
-    use nix::sys::resource::{Resource, getrlimit};
-    let limit = getrlimit(Resource::RLIMIT_FSIZE).map_or(u64::MAX, |(soft, _)| soft);
-    match bytes > limit {
-        true => Err(HeapError::FileSize { heap: heap.into(), bytes, limit }),
-        false => Ok(()),
+    match beyond_file_size(bytes) {
+        Some(limit) => Err(HeapError::FileSize { heap: heap.into(), bytes, limit }),
+        None => Ok(()),
     }
+}
+
+/// The limit of a file's size in this process, if `bytes` are more.
+pub(crate) fn beyond_file_size(bytes: u64) -> Option<u64> {
+    use nix::sys::resource::{Resource, getrlimit};
+    let (limit, _) = getrlimit(Resource::RLIMIT_FSIZE).ok()?;
+    (bytes > limit).then_some(limit)
 }
 
 /// The least bytes that a memory cgroup of a process may have, and the file that says so: of its own cgroup and all above

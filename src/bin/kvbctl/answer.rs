@@ -9,7 +9,7 @@ use std::os::fd::AsFd;
 use std::os::unix::net::UnixStream;
 use std::time::{Duration, Instant};
 
-use kvbroker::quote::plain;
+use kvbroker::quote::{line, plain};
 use nix::errno::Errno;
 use nix::poll::{PollFd, PollFlags, PollTimeout, poll};
 use serde::de::DeserializeOwned;
@@ -145,12 +145,7 @@ pub fn foreign(why: &dyn std::fmt::Display) -> Failure {
 
 /// What is wrong, as one line of bounded length.
 pub fn quoted(text: &str) -> String {
-    let mut said = plain(text);
-    if let Some((end, _)) = said.char_indices().nth(SHOWN) {
-        said.truncate(end);
-        said += "...";
-    }
-    said
+    line(text, SHOWN)
 }
 
 /// One document of the broker's, or the error that it says.

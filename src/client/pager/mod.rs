@@ -521,6 +521,11 @@ impl Inner {
         })
     }
 
+    /// A unit's runs, in all planes that have one.
+    fn runs(&self, unit: usize) -> impl Iterator<Item = (*mut u8, usize)> {
+        (0..self.layout.planes.len()).filter_map(move |plane| self.run(plane, unit))
+    }
+
     /// Maps a block's runs in all planes. After an error some may be there.
     fn show(&self, lease: &Lease, unit: usize, block: &lease::Taken) -> Result<(), Error> {
         lease.zero(block);
@@ -558,8 +563,7 @@ impl Inner {
     }
 
     fn put_zeros(&self, unit: usize) -> Result<(), Error> {
-        for plane in 0..self.layout.planes.len() {
-            let Some((at, bytes)) = self.run(plane, unit) else { continue };
+        for (at, bytes) in self.runs(unit) {
             // SAFETY: as in show; what was there is given up.
             unsafe { map_zero(Some(at), bytes, true) }.map_err(|source| Error::Map {
                 what: format!("zeros over unit {unit}, of which the process has too many mappings"),
@@ -572,8 +576,7 @@ impl Inner {
     /// Private memory in place of a unit that the broker has no block for. On an error it is as it was.
     fn spill(&self, table: &mut Table, unit: usize) -> Result<(), Error> {
         self.set_apart(unit)?;
-        for plane in 0..self.layout.planes.len() {
-            let Some((at, bytes)) = self.run(plane, unit) else { continue };
+        for (at, bytes) in self.runs(unit) {
             // SAFETY: the run is inside this pager's range, and nothing is in it but zeros.
             let mapped = unsafe { arena::map_private(at, bytes) };
             if let Err(source) = mapped {
@@ -590,12 +593,8 @@ impl Inner {
     fn move_out(&self, unit: usize) -> Result<(), Error> {
         self.set_apart(unit)?;
         self.region.set(unit, CHANGING);
-        let moved = (0..self.layout.planes.len()).filter_map(|plane| self.run(plane, unit)).try_for_each(
-            |(at, bytes)| {
-                // SAFETY: the run is inside this pager's range, and a mapping of its own. Writers are kept off by the unit's state.
-                unsafe { arena::make_private(at, bytes) }
-            },
-        );
+        // SAFETY: the run is inside this pager's range, and a mapping of its own. Writers are kept off by the unit's state.
+        let moved = self.runs(unit).try_for_each(|(at, bytes)| unsafe { arena::make_private(at, bytes) });
         self.region.set(unit, GRANTED);
         moved.map_err(|source| Error::Map { what: format!("private memory for unit {unit}"), source })
     }
@@ -603,7 +602,7 @@ impl Inner {
     /// Whoever reads or writes in a unit faults from now on.
     fn forbid(&self, unit: usize) -> Result<(), Error> {
         self.set_apart(unit)?;
-        for (at, bytes) in (0..self.layout.planes.len()).filter_map(|plane| self.run(plane, unit)) {
+        for (at, bytes) in self.runs(unit) {
             // SAFETY: the run is inside this pager's range.
             unsafe { arena::protect(at, bytes, libc::PROT_NONE) }
                 .map_err(|source| Error::Map { what: format!("unit {unit}, against access"), source })?;

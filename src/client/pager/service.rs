@@ -125,25 +125,18 @@ impl Inner {
             }
             return;
         }
-        for (done, &unit) in units.iter().enumerate() {
-            if let Err(e) = self.move_out(unit) {
-                log::warn!("unit {unit} of a pager stays in the pool: {e}");
-                table.spilled.extend(&units[..done]);
-                self.leave(table, &units[..done]);
-                return;
-            }
-        }
-        table.spilled.extend(&units);
-        self.leave(table, &units);
-        let why = "a session of higher priority needs the blocks".into();
-        self.notify(&Notice::Spilled { bytes: needed, why });
-    }
-
-    /// The blocks of units that are elsewhere now go back, and with them the request to make room.
-    fn leave(&self, table: &mut Table, units: &[usize]) {
-        if let Some(lease) = table.leases.last_mut() {
-            lease.drop_units(units);
-            lease.forget_request();
+        let stays = units.iter().position(|&unit| {
+            let moved = self.move_out(unit);
+            moved.inspect_err(|e| log::warn!("unit {unit} of a pager stays in the pool: {e}")).is_err()
+        });
+        let moved = &units[..stays.unwrap_or(units.len())];
+        table.spilled.extend(moved);
+        let lease = table.leases.last_mut().expect("a pager always has a lease");
+        lease.drop_units(moved);
+        lease.forget_request();
+        if stays.is_none() {
+            let why = "a session of higher priority needs the blocks".into();
+            self.notify(&Notice::Spilled { bytes: needed, why });
         }
     }
 
